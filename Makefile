@@ -31,7 +31,7 @@ run: setup ## Serve the demo on SQLite (PORT=8000, STORE=sqlite:///var/demo.db)
 # processes to start and to die, so that two cores have work for three at a time. Each is also a
 # target of its own: `make tested-stores`, with ALL=1 for what takes long as well.
 FOLDERS := attacks stores processes consumers demo http_cases postgres cli atomic runtime docs relay \
-	contrib client http guards
+	contrib client http dashboard guards
 PIECES := $(FOLDERS:%=tested-%) tested-rest tested-core
 JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest $(if $(ALL),-m "long or not long")
@@ -70,10 +70,11 @@ bench: setup ## Measure against bare programs in the same run; QUICK=1 only show
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/bench.txt
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)
 
-soak: setup ## Run simulation, overlapping batches and dying consumers for much longer than the tests do
+soak: setup ## Run simulation, overlapping batches, dying consumers and workers for much longer than the tests do
 	$(BIN)/python -m tests.processes.overlapping --seconds 60
 	$(BIN)/python -m tests.simulation --seeds 1000000 --minutes 20
 	$(BIN)/python -m tests.consumers.soak --messages 10000 --minutes 6
+	$(BIN)/python -m tests.tasks.soak --tasks 500 --minutes 5
 
 docs: setup ## Generate the generated parts of the documents
 	$(BIN)/python scripts/generate_docs.py

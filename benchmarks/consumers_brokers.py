@@ -212,7 +212,7 @@ class Sqs:
 
     def close(self) -> None:
         self._client.close()
-        self._server.stop()
+        self._server.remove()
 
 
 BROKERS: tuple[Callable[[], Any], ...] = (Kafka, Nats, Rabbit, Sqs)

@@ -71,6 +71,7 @@ PUBLIC_NAMES = {
         "OutcomeNotStored",
         "OutcomeUnavailable",
         "PolicyInvalid",
+        "ResumedRequestRefused",
         "RetrysafeError",
         "SchemaChanged",
         "SchemaMissing",
@@ -89,7 +90,9 @@ PUBLIC_NAMES = {
         "TransactionMissing",
     ],
     "retrysafe.stores": ["Condition", "MemoryStore", "PostgresStore", "SqliteStore", "open_store"],
-    "retrysafe.observe": ["Event", "EventKind"],
+    "retrysafe.dashboard": ["Dashboard"],
+    "retrysafe.observe": ["Event", "EventKind", "EventLog", "Progress", "Result"],
+    "retrysafe.observe.prometheus": ["PrometheusMetrics"],
     "retrysafe.workers": ["AsyncWorker", "Worker", "WorkerPolicy"],
     "retrysafe.transactions": ["is_conflict", "retry_serialization"],
 }
@@ -200,6 +203,7 @@ def test_exactly_these_errors_promise_that_a_retry_may_help():
         "CompensationFailed",
         "DeliveryFailed",
         "OperationInFlight",
+        "ResumedRequestRefused",
         "StoreNotWritable",
         "StoreUnavailable",
     }

@@ -21,8 +21,7 @@ from retrysafe.core.model import OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store
 from retrysafe.core.settings import CallerSource, SecretSource, Settings, environment_secret
-from retrysafe.observe.logs import EventLog
-from retrysafe.observe.observers import checked_observers, reporter
+from retrysafe.observe.observers import checked_observers, reporter, watch_all
 from retrysafe.runtime.async_calls import AsyncCalls
 from retrysafe.runtime.atomic import AsyncAtomicContext, new_entry, with_connection
 from retrysafe.runtime.checks import (
@@ -61,6 +60,7 @@ class AsyncIdempotency:
     ) -> None:
         """Takes what `Idempotency` takes."""
         store = checked_store(store)
+        observing = checked_observers(observers)
         settings = Settings.checked(
             caller=caller,
             policy=policy,
@@ -71,9 +71,10 @@ class AsyncIdempotency:
         self._calls = AsyncCalls(
             open_store(store, is_async=True) if isinstance(store, str) else store,
             settings,
-            reporter((EventLog(), *checked_observers(observers))),
+            reporter(observing),
             owns_store=isinstance(store, str),
         )
+        watch_all(observing, self._calls)
 
     @property
     def policy(self) -> Policy:
@@ -330,22 +331,30 @@ class AsyncIdempotency:
         return await self._calls.read(self._key(key, caller), with_audit=with_audit)
 
     async def release(
-        self, key: str | Key, *, caller: CallerSource | None = None, force: bool = False
+        self,
+        key: str | Key,
+        *,
+        caller: CallerSource | None = None,
+        force: bool = False,
+        reason: str = "",
     ) -> None:
         """Frees a key whose owner is gone or whose failure is to be tried again.
 
         Raises `OperatorRefused` when that could run the operation twice; `force` frees a key
-        whose lease still holds, and whoever held it has lost its claim.
+        whose lease still holds, and whoever held it has lost its claim. Who did it and the reason
+        are kept: `retrysafe keys show` tells them.
         """
         command = OperatorCommand.FORCE_RELEASE if force else OperatorCommand.RELEASE
-        await self._calls.operate(self._key(key, caller), command)
+        await self._calls.operate(self._key(key, caller), command, reason)
 
-    async def expire(self, key: str | Key, *, caller: CallerSource | None = None) -> None:
+    async def expire(
+        self, key: str | Key, *, caller: CallerSource | None = None, reason: str = ""
+    ) -> None:
         """Ends a settled key's active window now: its next use runs the operation again.
 
         Raises `OperatorRefused` for a pending key.
         """
-        await self._calls.operate(self._key(key, caller), OperatorCommand.EXPIRE)
+        await self._calls.operate(self._key(key, caller), OperatorCommand.EXPIRE, reason)
 
     def _key(self, key: str | Key, caller: CallerSource | None) -> Key:
         return self._calls.settings.key(key, caller)
@@ -359,17 +368,24 @@ class AsyncIdempotency:
         return await self._calls.sweep(limit)
 
     def worker(
-        self, policy: WorkerPolicy | None = None, *, also: Mapping[str, AsyncDuty] | None = None
+        self,
+        policy: WorkerPolicy | None = None,
+        *,
+        app: Any = None,
+        also: Mapping[str, AsyncDuty] | None = None,
     ) -> AsyncWorker:
         """What finishes abandoned operations, reports others and sweeps; see `AsyncWorker.run`.
 
-        It resumes the operations that are declared with this object. `also` takes more duties by
+        It resumes the operations that are declared with this object, and sends requests of
+        resumable routes through `app`, your whole ASGI application. `also` takes more duties by
         their names, a relay for one. Stop the worker before you close this object. Call it in the
         event loop that the worker is to run in.
         """
         policy = policy or WorkerPolicy()
+        if app is not None:
+            self._calls.operations.app = app
         flows = duties_of(
-            store=self._calls.bound().parts.store,
+            store=self._calls.bound().loop_ports.store,
             clock=TaskClock(),
             pool=TaskWorkerPool(policy.concurrency),
             lock=threading.Lock(),

@@ -36,6 +36,7 @@
     │   ├── SchemaChanged          an applied migration is not the one that this release has
     │   └── DigestCollision        two keys share one digest; neither is served for the other
     ├── DeliveryFailed             a target did not take an outbox entry
+    ├── ResumedRequestRefused      a worker's request got an answer that is never kept
     ├── OperatorRefused            an operator's command would be unsafe in this state
     ├── Closed                     the object was closed
     └── FlowSuspended              a blocking flow met a port that needs an event loop
@@ -339,6 +340,15 @@ class DeliveryFailed(RetrysafeError):
         self.retry_after = retry_after
         self.is_final = is_final
         self.retryable = not is_final
+
+
+class ResumedRequestRefused(RetrysafeError):
+    """A request that a worker has sent again got an answer that is never kept, such as 401.
+
+    Its key stays with its lease, and the next attempt comes after the worker's back-off.
+    """
+
+    retryable = True
 
 
 class OperatorRefused(RetrysafeError):

@@ -21,8 +21,7 @@ from retrysafe.core.model import OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store
 from retrysafe.core.settings import CallerSource, SecretSource, Settings, environment_secret
-from retrysafe.observe.logs import EventLog
-from retrysafe.observe.observers import checked_observers, reporter
+from retrysafe.observe.observers import checked_observers, reporter, watch_all
 from retrysafe.runtime.atomic import AtomicContext, new_entry, with_connection
 from retrysafe.runtime.calls import Calls
 from retrysafe.runtime.checks import (
@@ -66,6 +65,7 @@ class Idempotency:
         recognised (default: `RETRYSAFE_SECRET`).
         """
         store = checked_store(store)
+        observing = checked_observers(observers)
         settings = Settings.checked(
             caller=caller,
             policy=policy,
@@ -76,9 +76,10 @@ class Idempotency:
         self._calls = Calls(
             open_store(store) if isinstance(store, str) else store,
             settings,
-            reporter((EventLog(), *checked_observers(observers))),
+            reporter(observing),
             owns_store=isinstance(store, str),
         )
+        watch_all(observing, self._calls)
 
     @property
     def policy(self) -> Policy:
@@ -340,22 +341,30 @@ class Idempotency:
         return self._calls.read(self._key(key, caller), with_audit=with_audit)
 
     def release(
-        self, key: str | Key, *, caller: CallerSource | None = None, force: bool = False
+        self,
+        key: str | Key,
+        *,
+        caller: CallerSource | None = None,
+        force: bool = False,
+        reason: str = "",
     ) -> None:
         """Frees a key whose owner is gone or whose failure is to be tried again.
 
         Raises `OperatorRefused` when that could run the operation twice; `force` frees a key
-        whose lease still holds, and whoever held it has lost its claim.
+        whose lease still holds, and whoever held it has lost its claim. Who did it and the reason
+        are kept: `retrysafe keys show` tells them.
         """
         command = OperatorCommand.FORCE_RELEASE if force else OperatorCommand.RELEASE
-        self._calls.operate(self._key(key, caller), command)
+        self._calls.operate(self._key(key, caller), command, reason)
 
-    def expire(self, key: str | Key, *, caller: CallerSource | None = None) -> None:
+    def expire(
+        self, key: str | Key, *, caller: CallerSource | None = None, reason: str = ""
+    ) -> None:
         """Ends a settled key's active window now: its next use runs the operation again.
 
         Raises `OperatorRefused` for a pending key.
         """
-        self._calls.operate(self._key(key, caller), OperatorCommand.EXPIRE)
+        self._calls.operate(self._key(key, caller), OperatorCommand.EXPIRE, reason)
 
     def _key(self, key: str | Key, caller: CallerSource | None) -> Key:
         return self._calls.settings.key(key, caller)
@@ -369,14 +378,21 @@ class Idempotency:
         return self._calls.sweep(limit)
 
     def worker(
-        self, policy: WorkerPolicy | None = None, *, also: Mapping[str, Duty] | None = None
+        self,
+        policy: WorkerPolicy | None = None,
+        *,
+        app: Any = None,
+        also: Mapping[str, Duty] | None = None,
     ) -> Worker:
         """What finishes abandoned operations, reports others and sweeps; see `Worker.run`.
 
-        It resumes the operations that are declared with this object. `also` takes more duties by
+        It resumes the operations that are declared with this object, and sends requests of
+        resumable routes through `app`, your whole WSGI application. `also` takes more duties by
         their names, a relay for one. Stop the worker before you close this object.
         """
         policy = policy or WorkerPolicy()
+        if app is not None:
+            self._calls.operations.app = app
         flows = duties_of(
             store=self._calls.store,
             clock=ThreadClock(),

@@ -10,21 +10,30 @@ import base64
 import json
 import re
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from http import HTTPStatus
 from typing import Any, Final
 
 from retrysafe.core.events import UNNAMED
 from retrysafe.core.keys.key import Key
-from retrysafe.core.model import Condition, Payload, Record, State, Step, StoredKey, StoredOutcome
+from retrysafe.core.model import (
+    Condition,
+    OperatorAction,
+    Payload,
+    Record,
+    State,
+    Step,
+    StoredKey,
+    StoredOutcome,
+)
 from retrysafe.core.policy import FOREVER
 from retrysafe.core.recovery import back_off_ms
 from retrysafe.core.transitions import correction_of
 from retrysafe.core.values.codec import BYTES, WITHHELD
 from retrysafe.core.values.trees import NotReadable
+from retrysafe.stores import clock
 from retrysafe.workers.duties import WorkerPolicy
 
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _DIGEST: Final = re.compile(r"^(bearer:[0-9a-f]{8})[0-9a-f]{32}$")
 # What workers rest by unless they are told otherwise; a record does not say by whom it is resumed.
 _BACK_OFF_MS: Final = WorkerPolicy().back_off // timedelta(milliseconds=1)
@@ -35,10 +44,7 @@ _UNITS: Final = ((86_400_000, "d"), (3_600_000, "h"), (60_000, "min"), (1_000, "
 
 def instant_text(at_ms: int | None) -> str | None:
     """The instant in ISO 8601, UTC, with milliseconds."""
-    if at_ms is None:
-        return None
-    at = _EPOCH + timedelta(milliseconds=at_ms)
-    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return None if at_ms is None else clock.instant_text(at_ms)
 
 
 def duration_text(duration_ms: int) -> str:
@@ -167,6 +173,18 @@ def past_json(key: Key, outcomes: Sequence[StoredOutcome]) -> dict[str, Any]:
         "arguments": None,
         "steps": [],
         "outcomes": [_outcome_json(outcome, None) for outcome in outcomes],
+    }
+
+
+def action_json(action: OperatorAction) -> dict[str, Any]:
+    """What an operator did to a key as JSON."""
+    return {
+        "command": action.command,
+        "condition_before": action.condition,
+        "attempt": action.attempt,
+        "operator": action.operator,
+        "reason": action.reason,
+        "acted_at": instant_text(action.acted_at_ms),
     }
 
 

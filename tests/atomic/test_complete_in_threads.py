@@ -207,7 +207,7 @@ def test_a_thread_that_its_run_left_behind_does_not_renew(path):
             may_fail.set()
             assert await asyncio.to_thread(has_failed.wait, 30)
             # What the thread has asked of the loop came before what woke this task.
-            return len(idem._calls.bound().parts.heartbeat.leases)
+            return len(idem._calls.bound().loop_ports.heartbeat.leases)
 
     assert asyncio.run(main()) == 0
 

@@ -23,7 +23,7 @@ from tests.atomic.drivers import DRIVERS
 from tests.atomic.test_drivers import enter
 from tests.servers.fixtures import migrated
 from tests.servers.pgbouncer import PgBouncer
-from tests.servers.postgres import free_port
+from tests.servers.process import free_port
 
 REFUSED = "must be in one database"
 

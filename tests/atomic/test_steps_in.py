@@ -288,6 +288,7 @@ def lost_after_another(store, connection, key):
     write = StepWrite(key, wish.token, Step("book", 1, stored))
     assert run_sync(store.record_step(write)) is Decision.APPLY
     transaction = store.join(connection)
+    run_sync(transaction.begin())
     return [
         run_sync(transaction.record_step(StepWrite(key, wish.token, Step("book", 1, payload))))
         for payload in (stored, other)

@@ -21,7 +21,8 @@ from tests.processes.conftest import database, ledger, start
 from tests.processes.conftest import url as shared_url
 from tests.servers.fixtures import migrated, missing, schema_on
 from tests.servers.pgbouncer import PgBouncer, pgbouncer_binary
-from tests.servers.postgres import PostgresServer, unprivileged
+from tests.servers.postgres import PostgresServer
+from tests.servers.process import unprivileged
 from tests.servers.replication import MovingAddress, StandbyServer
 
 __all__ = ["database", "ledger", "shared_url", "start"]

@@ -7,6 +7,7 @@ from typing import Any
 
 from retrysafe import Policy
 from retrysafe.core.call import Answer, Call
+from retrysafe.core.events import Reporter
 from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.core.model import Fingerprint
 from retrysafe.core.run_times import RunTimes
@@ -15,10 +16,6 @@ from retrysafe.http.responses import Response, ResponseCodec
 from retrysafe.http.rules import KEPT_BELOW_500
 from retrysafe.http.unprotected import UnprotectedRuns
 from retrysafe.runtime.drive import run_sync
-
-
-def _ignore(*_: Any) -> None:
-    return None
 
 
 class Register:
@@ -56,13 +53,13 @@ class Register:
             return Response(201, [], body)
 
         answer = self.runs.answer(
-            self.call(key), invoke, lambda _: self.remembered, _ignore, RunTimes()
+            self.call(key), invoke, lambda _: self.remembered, Reporter(None), RunTimes()
         )
         return run_sync(answer)
 
     def recall(self, key: str = "k") -> Answer[Any] | None:
         """What a request is told before the store is asked."""
-        return self.runs.recall(self.call(key), _ignore, RunTimes())
+        return self.runs.recall(self.call(key), Reporter(None), RunTimes())
 
     def begin_claimed(self, call: Call) -> None:
         self.runs.begin_claimed(call, RunTimes())

@@ -139,7 +139,7 @@ def test_a_carrier_that_breaks_off_anywhere_leaves_nobody_waiting(
 
 
 @pytest.mark.parametrize("batches_in_flight", [1, 2])
-def test_a_flight_that_breaks_off_anywhere_leaves_no_task_waiting(batches_in_flight: int):
+def test_a_batch_that_breaks_off_anywhere_leaves_no_task_waiting(batches_in_flight: int):
     """Rows of tasks that leave in two batches, whatever is raised in whichever place of them."""
     heard: set[type] = set()
 
@@ -161,7 +161,7 @@ def test_a_flight_that_breaks_off_anywhere_leaves_no_task_waiting(batches_in_fli
             ]
             assert Decision.ADMIT in later
             await group.drain()
-        assert (group._flights_count, group._rows_in_flight) == (0, 0)
+        assert (group._batches_count, group._rows_under_way) == (0, 0)
 
     places = 0
     modules = (tasks, direct, task_ports)

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import pytest
-
 from retrysafe import AsyncIdempotency, Idempotency, InFlight, Policy, current_attempt
 from retrysafe.core.events import Event, Reporter
 from retrysafe.core.keys.key import Key
@@ -239,14 +237,7 @@ def test_a_slow_renewal_holds_up_none_of_another_length_on_a_loop():
     asyncio.run(main())
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def shared_url(request, tmp_path):
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'keys.db'}"
-    return request.getfixturevalue("migrated_url")
-
-
-def test_a_blocked_loop_keeps_its_leases(shared_url):
+def test_a_blocked_loop_keeps_its_leases(database_url):
     """An operation that blocks its loop for longer than its lease is healthy all the same.
 
     A rival waits for the key. It is given the outcome, and runs nothing.
@@ -259,7 +250,7 @@ def test_a_blocked_loop_keeps_its_leases(shared_url):
             in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=PATIENCE_SECONDS)
         )
         assert has_begun.wait(PATIENCE_SECONDS)
-        with Idempotency(shared_url, caller="shop", policy=policy) as idem:
+        with Idempotency(database_url, caller="shop", policy=policy) as idem:
             return idem.run("key", lambda: runs.append("rival"), name="op", request="r")
 
     async def operation() -> str:
@@ -269,7 +260,7 @@ def test_a_blocked_loop_keeps_its_leases(shared_url):
         return "done"
 
     async def main() -> str:
-        async with AsyncIdempotency(shared_url, caller="shop", policy=SECOND) as idem:
+        async with AsyncIdempotency(database_url, caller="shop", policy=SECOND) as idem:
             return await idem.run("key", operation, name="op", request="r")
 
     waiting = Worker(rival)
@@ -332,7 +323,7 @@ def test_a_heartbeat_ends_with_the_loop_that_it_renews_for(tmp_path, monkeypatch
         return [item.name for item in threading.enumerate() if "heartbeat" in item.name]
 
     until(lambda: beats() == [])
-    idem._calls._bound.parts.leave()
+    idem._calls._bound.loop_ports.leave()
 
 
 def test_renewals_that_fail_are_told_in_the_loops_own_thread():

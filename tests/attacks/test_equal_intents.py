@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from retrysafe import AsyncIdempotency, BodyKey, FingerprintRule
 from retrysafe.http import HeaderKey, IdempotencyMiddleware, Rule, bearer_token
 from tests.http.driving import ask
@@ -28,13 +26,6 @@ INTENTS = [
     {"key": None, "x_intent": "1"},
     {"key": None, "x_intent": "2"},
 ]
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def store(request, tmp_path):
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'keys.db'}"
-    return request.getfixturevalue("migrated_url")
 
 
 class Held:
@@ -53,13 +44,13 @@ class Held:
         await send({"type": "http.response.body", "body": b"done"})
 
 
-def test_every_intent_runs_once(store):
+def test_every_intent_runs_once(database_url):
     """All duplicates of a running intent are sent away, and replayed once it has ended."""
 
     async def whole():
         app = Held()
         source = HeaderKey(otherwise=BodyKey(intent="X-Intent"))
-        async with asyncio.timeout(60), AsyncIdempotency(store, secret=SECRET) as idem:
+        async with asyncio.timeout(60), AsyncIdempotency(database_url, secret=SECRET) as idem:
             shop = IdempotencyMiddleware(app, idem, caller=bearer_token, rule=Rule(key=source))
             asked = [asyncio.create_task(ask(shop, **intent)) for intent in INTENTS * TIMES]
             left = set(asked)
@@ -76,13 +67,13 @@ def test_every_intent_runs_once(store):
     asyncio.run(whole())
 
 
-def test_a_header_that_counts_tells_requests_apart(store):
+def test_a_header_that_counts_tells_requests_apart(database_url):
     """Another version of the document under the same key is another request, from the start."""
 
     async def whole():
         app = Held()
         rule = Rule(fingerprint=FingerprintRule(headers=("If-Match",), exclude_query=("ts",)))
-        async with asyncio.timeout(60), AsyncIdempotency(store, secret=SECRET) as idem:
+        async with asyncio.timeout(60), AsyncIdempotency(database_url, secret=SECRET) as idem:
             shop = IdempotencyMiddleware(app, idem, caller=bearer_token, rule=rule)
             first = asyncio.create_task(ask(shop, path="/d?ts=1", if_match='"1"'))
             await app.started.acquire()

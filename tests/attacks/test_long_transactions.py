@@ -23,13 +23,13 @@ import psycopg
 import pytest
 
 from retrysafe import AsyncIdempotency, Idempotency, OperationInFlight, Policy, current_attempt
+from retrysafe.core.listing import RecordQuery
 from retrysafe.core.model import (
     Decision,
     ExtendAnswer,
     Extension,
     OperatorCommand,
     Payload,
-    RecordQuery,
     SettleKind,
     Step,
     StepWrite,
@@ -259,7 +259,7 @@ def test_everybody_who_looks_sees_the_renewed_lease(scene):
 
     def seen() -> tuple[bool, str, bool, bool, bool]:
         found = scene.run(scene.store.read(scene.key))
-        (listed,) = scene.run(scene.store.list_records(query))
+        (listed,) = scene.run(scene.store.list_records(query)).keys
         assert listed.record == found.record
         abandoned = scene.run(scene.store.list_abandoned(1000))
         resumable = scene.run(scene.store.list_resumable(1000, b"", ["charge"]))

@@ -8,8 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.attacks import test_long_transactions
-from tests.servers.fixtures import again, missing
-from tests.servers.pgbouncer import PgBouncer, pgbouncer_binary
+from tests.servers.fixtures import again, pgbouncer_of
 
 # The races of the store suite meet this server in every run.
 pytestmark = pytest.mark.long
@@ -34,14 +33,8 @@ def postgres_server(postgres_15):
 
 @pytest.fixture(scope="module")
 def pgbouncer(postgres_server):
-    binary = pgbouncer_binary()
-    if binary is None:
-        missing("PgBouncer (apt-get install pgbouncer)")
-    bouncer = PgBouncer(binary, postgres_server)
-    try:
-        yield bouncer.start()
-    finally:
-        bouncer.remove()
+    with pgbouncer_of(postgres_server) as bouncer:
+        yield bouncer
 
 
 def test_this_is_the_oldest_server(scene):

@@ -47,20 +47,12 @@ def _marked(deployments):
     ]
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def store_url(request, tmp_path):
-    """A store on each database, ready to be used by many processes."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/shop.db"
-    return request.getfixturevalue("migrated_url")
-
-
 @pytest.mark.parametrize("deployment", _marked(DEPLOYMENTS))
-def test_duplicates_run_once_and_nothing_hangs(deployment, store_url, tmp_path):
+def test_duplicates_run_once_and_nothing_hangs(deployment, database_url, tmp_path):
     """Duplicates at the same moment run once and get one outcome, whether they wait or ask again;
     also while an operation outlives its lease."""
     seconds = {"short": 0.05, "shorter": 0.0, "long": 1.5 * LEASE_SECONDS}
-    with serving(deployment, store_url, tmp_path) as served:
+    with serving(deployment, database_url, tmp_path) as served:
         answers = at_once(
             *(
                 partial(served.outcome, key, seconds[key], wait=wait)

@@ -219,7 +219,7 @@ def test_a_key_that_no_rule_looks_at_is_reported(make_subject, make_app, caplog)
         for method, path in [("POST", "/charges")] * 3 + [("GET", "/charges"), ("POST", "/open")]:
             subject.ask(method, path)
         subject.ask("DELETE", "/charges", key='"unread')
-    told = [event for event in subject.heard if event.kind is EventKind.KEY_IGNORED]
+    told = [event for event in subject.heard if event.kind is EventKind.UNMATCHED]
     assert [(event.key.text, event.operation) for event in told] == [("k", "(no rule)")] * 3 + [
         ("(unreadable)", "(no rule)")
     ]
@@ -237,7 +237,7 @@ def test_the_log_of_such_paths_is_bounded(make_subject, caplog):
     lines = [record for record in caplog.records if "no rule" in record.message]
     assert len(lines) == LOGGED_LIMIT + 1
     assert "the others are not logged" in lines[-1].message
-    told = [event for event in subject.heard if event.kind is EventKind.KEY_IGNORED]
+    told = [event for event in subject.heard if event.kind is EventKind.UNMATCHED]
     assert len(told) == LOGGED_LIMIT + 50
 
 
@@ -263,7 +263,7 @@ def test_a_rule_further_in_looks_at_the_key(make_subject):
     )
     outer = WSGIIdempotencyMiddleware(inner, idem, caller=bearer_token, rules=[Rule(path="/other")])
     assert [ask_wsgi(outer, key="k").is_replay for _ in range(2)] == [False, True]
-    assert EventKind.KEY_IGNORED not in {event.kind for event in heard}
+    assert EventKind.UNMATCHED not in {event.kind for event in heard}
 
 
 # A middleware further out that runs a request looks after its key, with a claim or without one.
@@ -297,7 +297,7 @@ def test_what_is_run_from_further_out_is_not_told_of_in_threads(store, make_inne
         outer = WSGIIdempotencyMiddleware(inner, outside, caller=bearer_token, fail_open=True)
         environ = {"SERVER_NAME": "shop", "SERVER_PORT": "80"}
         assert ask_wsgi(outer, environ=environ).status == 201
-    assert EventKind.KEY_IGNORED not in {event.kind for event in heard}
+    assert EventKind.UNMATCHED not in {event.kind for event in heard}
 
 
 @pytest.mark.parametrize("store", [MemoryStore, _down], ids=["claimed", "failing open"])
@@ -332,4 +332,4 @@ def test_what_is_run_from_further_out_is_not_told_of_on_a_loop(store, framework)
             assert (await ask(outer)).status == 201
 
     asyncio.run(play())
-    assert EventKind.KEY_IGNORED not in {event.kind for event in heard}
+    assert EventKind.UNMATCHED not in {event.kind for event in heard}

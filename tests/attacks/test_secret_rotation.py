@@ -66,13 +66,6 @@ class Side:
         raise TimeoutError(name)
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def url(request, tmp_path):
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'keys.db'}"
-    return request.getfixturevalue("migrated_url")
-
-
 def stormed(sides, names):
     """Every request from every client of both sides at once; the answers by request."""
     barrier = threading.Barrier(len(sides) * CLIENTS)
@@ -129,8 +122,8 @@ def rotated(url, recipe):
 
 
 @pytest.mark.parametrize("recipe", [RECIPE, SHORT_RECIPE], ids=["three deploys", "two"])
-def test_each_request_runs_once_through_a_rotation(url, recipe):
-    runs, answers = rotated(url, recipe)
+def test_each_request_runs_once_through_a_rotation(database_url, recipe):
+    runs, answers = rotated(database_url, recipe)
     assert sorted(runs) == sorted(answers)
     assert len(runs) == REQUESTS * len(recipe)
     for name, found in answers.items():

@@ -39,7 +39,7 @@ from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
 from retrysafe.runtime.thread_pool import ThreadPool
 from retrysafe.stores import SqliteStore, open_store
-from retrysafe.stores.postgres.drivers.psycopg import _Pool
+from retrysafe.stores.postgres.drivers.psycopg_connections import PsycopgPool
 from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import key_of, request
 from tests.http.driving import ask_wsgi
@@ -283,13 +283,13 @@ def test_a_handler_in_the_middle_of_a_write_does_not_wait_for_its_own_thread(tmp
 @pytest.mark.timeout(60)
 def test_a_handler_inside_of_the_pool_does_not_wait_for_its_own_thread(migrated_url, monkeypatch):
     """The same for the lock of the connections."""
-    usual = _Pool._give_back
+    usual = PsycopgPool._give_back
 
     def give_back(pool: Any, place: Any) -> None:
         beside.interrupt()
         usual(pool, place)
 
-    monkeypatch.setattr(_Pool, "_give_back", give_back)
+    monkeypatch.setattr(PsycopgPool, "_give_back", give_back)
     beside = Beside(open_store(migrated_url))
     beside.check()
 

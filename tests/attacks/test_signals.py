@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from retrysafe import Key
+from retrysafe.core.listing import RecordQuery
 from retrysafe.core.model import (
     ClaimRequest,
     Decision,
     Extension,
     OperatorCommand,
     Payload,
-    RecordQuery,
     SettleKind,
     Settlement,
     StagedEntry,

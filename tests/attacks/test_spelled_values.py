@@ -62,13 +62,6 @@ def order_of(number: int) -> int:
     return number
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def store(request, tmp_path):
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'keys.db'}"
-    return request.getfixturevalue("migrated_url")
-
-
 def ask(app, idem, asked):
     """The statuses of requests that come one after the other: paths, and bodies as JSON."""
 
@@ -89,9 +82,9 @@ def fastapi_app(url: str = "memory://"):
     return app, idem
 
 
-def test_a_converted_parameter_of_fastapi_is_one_value(store):
+def test_a_converted_parameter_of_fastapi_is_one_value(database_url):
     """The key is made before FastAPI calls the endpoint, of what the endpoint will get."""
-    app, idem = fastapi_app(store)
+    app, idem = fastapi_app(database_url)
     runs = []
 
     @app.post("/{order}", dependencies=[idempotent(key=FieldsKey("{order}", window=FOREVER))])
@@ -104,9 +97,9 @@ def test_a_converted_parameter_of_fastapi_is_one_value(store):
     assert set(statuses[2:]) == {400, 422}
 
 
-def test_a_field_of_a_body_is_one_value(store):
+def test_a_field_of_a_body_is_one_value(database_url):
     """pydantic makes 1 of all of these, where it takes them."""
-    app, idem = fastapi_app(store)
+    app, idem = fastapi_app(database_url)
     runs = []
 
     @app.post("/", dependencies=[idempotent(key=FieldsKey("/order", window=FOREVER))])
@@ -177,9 +170,9 @@ def test_text_in_front_of_a_converter_is_taken_in_its_plainest_form():
     assert (runs, statuses) == ([7], [200, 200, *[400] * 9])
 
 
-def test_a_path_of_litestar_is_one_value(store):
+def test_a_path_of_litestar_is_one_value(database_url):
     """Litestar gives a text that begins with a slash, and a handler has a `Path` of it."""
-    idem, runs = AsyncIdempotency(store), []
+    idem, runs = AsyncIdempotency(database_url), []
     by_text, by_number = (
         litestar_idempotent(key=FieldsKey(field, window=FOREVER))
         for field in ("{order}", "{order:int}")
@@ -201,10 +194,10 @@ def test_a_path_of_litestar_is_one_value(store):
     assert statuses == [200, 200, *[400] * 9, 200, 422, 422, 200, 422, 422, 400]
 
 
-def test_a_number_of_a_function_is_one_value(store):
+def test_a_number_of_a_function_is_one_value(database_url):
     """A column gives Decimals or 1 for true, where other code has an int or True."""
     runs = []
-    with Idempotency(store, caller="c") as idem:
+    with Idempotency(database_url, caller="c") as idem:
 
         @idem.once(key="invoice", window=FOREVER)
         def pay(invoice):

@@ -19,8 +19,8 @@ from retrysafe.stores import SqliteStore
 READERS = [
     ("keys", "list"),
     ("keys", "show", "k", "--caller", "c"),
-    ("keys", "release", "k", "--caller", "c", "--yes"),
-    ("keys", "expire", "k", "--caller", "c", "--yes"),
+    ("keys", "release", "k", "--caller", "c", "--yes", "--reason", "why"),
+    ("keys", "expire", "k", "--caller", "c", "--yes", "--reason", "why"),
     ("sweep",),
     ("worker", "--once"),
 ]

@@ -14,8 +14,8 @@ import time
 import pytest
 
 from retrysafe import GLOBAL, Key
+from retrysafe.cli.key_filters import ListedCondition
 from retrysafe.cli.key_output import BODY_LIMIT_CHARACTERS
-from retrysafe.cli.keys import ListedCondition
 from retrysafe.cli.problems import ExitCode
 from retrysafe.core.model import OperatorCommand, Payload, SettleKind
 from retrysafe.core.values.codec import withheld
@@ -202,14 +202,18 @@ def test_a_key_cannot_command_the_terminal(invoke, desk):
 def test_show_tells_record_steps_and_audit(invoke, desk):
     """The first life of the key failed and was released by an operator; the second succeeded."""
     desk.put("k", SettleKind.FAIL, Payload("failure.1", b"shop:Declined", b'{"message":"no"}'))
-    invoke("keys", "release", "k", "--caller", "acme", "--yes", "--store", desk.url)
+    invoke(
+        "keys", "release", "k", "--caller", "acme", "--yes", "--reason", "why", "--store", desk.url
+    )
     desk.now_ms += 5_000
     token = desk.claim("k")
     desk.step("k", token, "reserve", 1, Payload("json.1", b"", b'{"shelf":7}'))
     desk.now_ms += 1_000
     desk.settle(SettleKind.COMPLETE, "k", token, Payload("json.1", b"", b'{"paid":[1,2]}'))
     shape = invoke("keys", "show", "k", "--caller", "acme", "--store", desk.url, "--json").json
-    assert list(shape) == ["digest", "record", "arguments", "steps", "outcomes"]
+    assert list(shape) == [
+        *("digest", "record", "arguments", "steps", "outcomes", "actions", "not_searched")
+    ]
     assert shape["digest"] == Key("k", caller="acme").digest.hex()
     assert shape["record"]["condition"] == "succeeded"
     assert shape["record"]["fingerprint"] == "66" * 16
@@ -399,9 +403,9 @@ def test_a_key_is_found_by_the_token_of_its_client(invoke, bearer):
     shown = invoke("keys", "show", "k", "--json", *bearer)
     assert shown.json["record"]["caller"].startswith("bearer:")
     assert TOKEN not in found.stdout + shown.stdout
-    assert invoke("keys", "release", "k", "--yes", *bearer).code == 0
+    assert invoke("keys", "release", "k", "--yes", "--reason", "why", *bearer).code == 0
     assert invoke("keys", "show", "k", "--json", *bearer).json["record"]["condition"] == "released"
-    assert invoke("keys", "expire", "k", "--yes", *bearer).code == 0
+    assert invoke("keys", "expire", "k", "--yes", "--reason", "why", *bearer).code == 0
     assert invoke("keys", "show", "k", "--json", *bearer).json["record"]["condition"] == "outlived"
 
 
@@ -422,7 +426,9 @@ def test_a_key_is_found_by_every_secret_that_is_listed(invoke, desk, monkeypatch
     assert TOKEN not in found.stdout
     shown = invoke("keys", "show", "k-succeeded", *by_key)
     assert shown.json["record"]["condition"] == "succeeded"
-    released = invoke("keys", "release", "k-failed", "--yes", "--api-key", TOKEN, *by_key[3:])
+    released = invoke(
+        "keys", "release", "k-failed", "--yes", "--reason", "why", "--api-key", TOKEN, *by_key[3:]
+    )
     assert released.code == 0
     conditions = {item["condition"] for item in invoke("keys", "list", *by_key).json["keys"]}
     assert conditions == {"succeeded", "released"}
@@ -445,7 +451,7 @@ def test_a_command_on_two_forms_writes_one_document(invoke, desk, two_forms, com
     callers, by_key = two_forms
     for caller, kind in zip(callers, (SettleKind.RELEASE, SettleKind.FAIL), strict=True):
         desk.put("k", kind, caller=caller)
-    done = invoke("keys", command, "k", "--yes", *by_key)
+    done = invoke("keys", command, "k", "--yes", "--reason", "why", *by_key)
     assert (done.code, done.json["condition_before"]) == (0, "failed")
     after = "released" if command == "release" else "outlived"
     assert [desk.condition("k", caller) for caller in callers] == [after, after]
@@ -457,7 +463,7 @@ def test_a_refused_form_does_not_keep_the_other(invoke, desk, two_forms, first):
     callers, by_key = two_forms
     desk.put("k", caller=callers[first])
     desk.put("k", SettleKind.FAIL, caller=callers[1 - first])
-    done = invoke("keys", "release", "k", "--yes", *by_key)
+    done = invoke("keys", "release", "k", "--yes", "--reason", "why", *by_key)
     assert (done.code, done.json["condition_before"]) == (ExitCode.REFUSED, "failed")
     assert "succeeded" in done.stderr
     assert desk.condition("k", callers[first]) == "succeeded"
@@ -472,7 +478,7 @@ def test_a_form_that_gave_way_does_not_hide_the_other(invoke, desk, two_forms, f
         desk.put("k", SettleKind.FAIL, caller=caller)
     run_sync(desk.store.operate(Key("k", caller=callers[first]), OperatorCommand.EXPIRE))
     assert invoke("keys", "show", "k", *by_key).json["record"]["condition"] == "failed"
-    done = invoke("keys", "expire", "k", "--yes", *by_key)
+    done = invoke("keys", "expire", "k", "--yes", "--reason", "why", *by_key)
     assert done.json["condition_before"] == "failed"
     # Where nothing else is left, it is shown.
     assert invoke("keys", "show", "k", *by_key).json["record"]["condition"] == "outlived"
@@ -533,7 +539,14 @@ def test_show_tells_the_audit_of_a_key_that_a_sweep_removed(invoke, desk, caller
     digest = Key("k", caller=caller).digest.hex()
     shape = outcome.json
     audit = shape.pop("outcomes")
-    assert shape == {"digest": digest, "record": None, "arguments": None, "steps": []}
+    assert shape == {
+        "digest": digest,
+        "record": None,
+        "arguments": None,
+        "steps": [],
+        "actions": [],
+        "not_searched": None,
+    }
     assert [(item["ending"], item["is_replayed"]) for item in audit] == [
         ("released", False),
         ("succeeded", False),
@@ -558,7 +571,18 @@ def test_what_only_the_audit_knows_cannot_be_operated_on(invoke, desk):
     desk.now_ms += desk.ACTIVE_MS
     run_sync(desk.store.sweep(100))
     for command in ("release", "expire"):
-        outcome = invoke("keys", command, "k", "--caller", "acme", "--yes", "--store", desk.url)
+        outcome = invoke(
+            "keys",
+            command,
+            "k",
+            "--caller",
+            "acme",
+            "--yes",
+            "--reason",
+            "why",
+            "--store",
+            desk.url,
+        )
         assert outcome.code == ExitCode.REFUSED
         assert "there is no record of key 'k'" in outcome.line
 
@@ -575,7 +599,11 @@ def test_callers_do_not_see_each_other(invoke, desk):
     """The same text is another key for another caller, and for nobody in particular."""
     desk.put("k", caller="acme")
     for whose in (("--caller", "other"), ("--global",)):
-        for command in (("show",), ("release", "--yes"), ("expire", "--yes")):
+        for command in (
+            ("show",),
+            ("release", "--yes", "--reason", "why"),
+            ("expire", "--yes", "--reason", "why"),
+        ):
             outcome = invoke("keys", command[0], "k", *command[1:], *whose, "--store", desk.url)
             assert outcome.code == ExitCode.REFUSED
             assert "there is no record of key 'k'" in outcome.line
@@ -584,7 +612,9 @@ def test_callers_do_not_see_each_other(invoke, desk):
 
 def test_release_frees_a_failed_key(invoke, desk):
     desk.put("k", SettleKind.FAIL)
-    outcome = invoke("keys", "release", "k", "--caller", "acme", "--yes", "--store", desk.url)
+    outcome = invoke(
+        "keys", "release", "k", "--caller", "acme", "--yes", "--reason", "why", "--store", desk.url
+    )
     assert outcome.code == 0
     assert outcome.stdout == "released key 'k' of caller 'acme'; it was failed\n"
     assert desk.condition("k") is Condition.RELEASED
@@ -593,7 +623,18 @@ def test_release_frees_a_failed_key(invoke, desk):
 def test_release_of_a_running_key_needs_force(invoke, desk):
     """The owner may be at work: only an operator who knows better takes the claim away."""
     desk.claim("k")
-    arguments = ("keys", "release", "k", "--caller", "acme", "--yes", "--store", desk.url)
+    arguments = (
+        "keys",
+        "release",
+        "k",
+        "--caller",
+        "acme",
+        "--yes",
+        "--reason",
+        "why",
+        "--store",
+        desk.url,
+    )
     refused = invoke(*arguments)
     assert refused.code == ExitCode.REFUSED
     assert "force the release" in refused.line
@@ -611,7 +652,17 @@ def test_release_never_forgets_a_success(invoke, desk):
     desk.put("k")
     for force in ((), ("--force",)):
         outcome = invoke(
-            "keys", "release", "k", "--caller", "acme", "--yes", *force, "--store", desk.url
+            "keys",
+            "release",
+            "k",
+            "--caller",
+            "acme",
+            "--yes",
+            "--reason",
+            "why",
+            *force,
+            "--store",
+            desk.url,
         )
         assert outcome.code == ExitCode.REFUSED
         assert "expire the key" in outcome.line
@@ -620,7 +671,7 @@ def test_release_never_forgets_a_success(invoke, desk):
 
 def test_expire_ends_the_active_window(invoke, desk):
     desk.put("k", caller=GLOBAL)
-    arguments = ("keys", "expire", "k", "--global", "--yes", "--store", desk.url)
+    arguments = ("keys", "expire", "k", "--global", "--yes", "--reason", "why", "--store", desk.url)
     assert invoke(*arguments).stdout == "expired key 'k' (global); it was succeeded\n"
     assert desk.condition("k", GLOBAL) is Condition.OUTLIVED
     again = invoke(*arguments)
@@ -631,7 +682,17 @@ def test_expire_ends_the_active_window(invoke, desk):
 def test_expire_never_takes_a_pending_key(invoke, desk):
     desk.claim("k")
     outcome = invoke(
-        "keys", "expire", "k", "--caller", "acme", "--yes", "--store", desk.url, "--json"
+        "keys",
+        "expire",
+        "k",
+        "--caller",
+        "acme",
+        "--yes",
+        "--reason",
+        "why",
+        "--store",
+        desk.url,
+        "--json",
     )
     assert outcome.code == ExitCode.REFUSED
     assert json.loads(outcome.line)["error"] == "OperatorRefused"
@@ -642,7 +703,8 @@ def test_expire_never_takes_a_pending_key(invoke, desk):
 def test_without_a_terminal_consent_must_be_given(invoke, desk, command):
     """A script that forgot --yes changes nothing, whatever is piped into it."""
     desk.put("k", SettleKind.FAIL)
-    outcome = invoke("keys", command, "k", "--caller", "acme", "--store", desk.url, piped="y\ny\n")
+    arguments = ("keys", command, "k", "--caller", "acme", "--store", desk.url)
+    outcome = invoke(*arguments, "--reason", "why", piped="y\ny\n")
     assert outcome.code == ExitCode.USAGE
     assert "add --yes" in outcome.line
     assert desk.condition("k") is Condition.FAILED
@@ -664,7 +726,7 @@ def test_a_terminal_is_asked(desk, answer, code, condition):
     desk.now_ms = time.time_ns() // 1_000_000
     desk.put("k", SettleKind.FAIL)
     ours, theirs = pty.openpty()
-    arguments = ["keys", "release", "k", "--caller", "acme", "--store", desk.url]
+    arguments = ["keys", "release", "k", "--caller", "acme", "--store", desk.url, "--reason", "x"]
     with subprocess.Popen(
         [sys.executable, "-m", "retrysafe", *arguments],
         stdin=theirs,
@@ -744,7 +806,9 @@ def test_a_withheld_outcome_is_said_to_be_so(invoke, desk):
 def test_a_withheld_outcome_of_an_earlier_life_is_no_mark_of_this_one(invoke, desk):
     """Only the outcome that counts now says what retries get."""
     withhold(desk, "k")
-    invoke("keys", "expire", "k", "--caller", "acme", "--yes", "--store", desk.url)
+    invoke(
+        "keys", "expire", "k", "--caller", "acme", "--yes", "--reason", "why", "--store", desk.url
+    )
     desk.now_ms += 1_000
     desk.put("k")
     people = invoke("keys", "show", "k", "--caller", "acme", "--store", desk.url).stdout

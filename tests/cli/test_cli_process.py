@@ -34,7 +34,16 @@ def test_show_tells_what_a_worker_stored(spawn, real_store):
 def test_an_expired_key_runs_again(spawn, real_store):
     """What an operator does on the command line is what a worker sees next."""
     outcome = spawn(
-        "keys", "expire", "charge:1", "--caller", "acme", "--yes", "--store", real_store
+        "keys",
+        "expire",
+        "charge:1",
+        "--caller",
+        "acme",
+        "--yes",
+        "--reason",
+        "why",
+        "--store",
+        real_store,
     )
     assert outcome.code == 0
     with retrysafe.Idempotency(real_store, caller="acme") as idempotency:

@@ -83,9 +83,7 @@ def command(stack: ExitStack) -> int:
 def started(stack: ExitStack, broker: str):
     """The broker of that name; it ends with the stack."""
     if broker == "sqs":
-        server = MotoServer()
-        stack.callback(server.stop)
-        return server.start()
+        return stack.enter_context(MotoServer())
     if broker == "nats":
         server = NatsServer()
     else:
@@ -93,8 +91,7 @@ def started(stack: ExitStack, broker: str):
         if binary is None:
             raise SystemExit(f"there is no {broker} on this machine")
         server = RabbitMQServer(binary) if broker == "rabbitmq" else KafkaServer(binary)
-    stack.callback(server.remove)
-    return server.start()
+    return stack.enter_context(server)
 
 
 @contextmanager

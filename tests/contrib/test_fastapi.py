@@ -1,15 +1,16 @@
 """What is FastAPI's own: dependencies, validation, included routers, the OpenAPI document."""
 
 import asyncio
-from contextlib import contextmanager
-from datetime import timedelta
+import sqlite3
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
 import httpx
 import psycopg
 import pytest
 from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Security
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel
@@ -31,7 +32,7 @@ from retrysafe.errors import PolicyInvalid
 from retrysafe.http import ACCEPT, FieldsKey, HeaderKey, StatusRule, Streaming, bearer_token
 from retrysafe.stores import MemoryStore
 from tests.contrib.conftest import is_replay, made, problem
-from tests.contrib.shops import Till
+from tests.contrib.shops import Till, parameter_of
 
 
 class Charge(BaseModel):
@@ -442,44 +443,11 @@ def document(tmp_path):
     return app.openapi()
 
 
-def parameter_of(operation):
-    (found,) = (
-        parameter for parameter in operation["parameters"] if parameter["name"] == "Idempotency-Key"
-    )
-    return found
-
-
-def test_the_document_shows_the_key(document):
-    """As a header, required or not; where there is no rule, nothing is shown."""
-    paths = document["paths"]
-    charge = parameter_of(paths["/charges"]["post"])
-    assert (charge["in"], charge["required"]) == ("header", True)
-    assert charge["schema"] == {"type": "string", "minLength": 1}
-    assert parameter_of(paths["/notes"]["post"])["required"] is False
-    for operation in (
-        paths["/plain"]["post"],
-        paths["/open"]["post"],
-        paths["/v1/refunds/{number}"]["get"],
-    ):
-        assert "Idempotency-Key" not in str(operation)
-        assert "409" not in operation["responses"]
-    assert "/idempotency-policy" not in paths
-
-
-def test_the_document_shows_the_retention(document):
-    """How long a key is remembered, and that retries are safe for that long."""
-    paths = document["paths"]
-    charge, refund = paths["/charges"]["post"], paths["/v1/refunds/{number}"]["post"]
-    assert charge["description"].startswith("Charges a card.\n\nSend an `Idempotency-Key`")
-    assert "for 1 day after" in charge["description"]
-    assert "Remembered for 1 day." in parameter_of(charge)["description"]
-    assert "for 7 days after" in refund["description"]
-    assert "(/idempotency-policy)" in refund["description"]
-
-
 def test_the_document_shows_the_refusals(document):
-    """Every status that retrysafe answers with, beside the endpoint's own."""
-    charge = document["paths"]["/charges"]["post"]["responses"]
+    """Every status that retrysafe answers with, beside the endpoint's own; and behind its words."""
+    operation = document["paths"]["/charges"]["post"]
+    assert operation["description"].startswith("Charges a card.\n\nSend an `Idempotency-Key`")
+    charge = operation["responses"]
     assert set(charge) == {"201", "202", "400", "401", "409", "413", "422", "503"}
     for status in ("400", "401", "409", "413", "422", "503"):
         content = charge[status]["content"]["application/problem+json"]
@@ -599,6 +567,64 @@ def orders_table(url):
             yield lambda: connection.execute("SELECT count(*) FROM fastapi_orders").fetchone()[0]
         finally:
             connection.execute("DROP TABLE fastapi_orders")
+
+
+class Receipt(BaseModel):
+    number: int
+    paid_at: datetime = datetime(2026, 1, 2, tzinfo=UTC)
+    note: str | None = None
+    secret: str = "not for clients"
+
+
+@pytest.mark.parametrize(
+    ("value", "options"),
+    [
+        (Receipt(number=7), {}),
+        (Receipt(number=7), {"status_code": 201, "response_model_exclude": {"secret"}}),
+        ({"number": 7}, {"response_model": Receipt, "response_model_exclude_unset": True}),
+        ([{"at": datetime(2026, 1, 2, tzinfo=UTC)}], {"status_code": 202}),
+        ("hat", {"response_class": PlainTextResponse}),
+        (None, {"status_code": 204, "response_model": None}),
+        (JSONResponse({"own": 1}, 203, {"Location": "/1"}), {"status_code": 201}),
+    ],
+    ids=["model", "status and fields", "dict as model", "list", "class", "no body", "response"],
+)
+def test_an_endpoint_completes_with_what_it_returns(tmp_path, value, options):
+    """The stored response is the one that FastAPI makes of the value, byte for byte."""
+    path = tmp_path / "shop.db"
+
+    async def whole():
+        idem = AsyncIdempotency(f"sqlite:///{path}")
+        app = FastAPI()
+        Retrysafe(idem, caller=GLOBAL).install(app)
+        router = APIRouter(route_class=IdempotentRoute)
+
+        @router.post("/completed", **options)
+        def completed(attempt: Annotated[Attempt, idempotent()]) -> Any:
+            with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+                connection.execute("BEGIN IMMEDIATE")
+                attempt.complete_in(connection, value)
+                connection.execute("COMMIT")
+            return value
+
+        @router.post("/plain", **options)
+        async def plain() -> Any:
+            return value
+
+        app.include_router(router, prefix="/v1")
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
+            headers = {"Idempotency-Key": "k"}
+            first, again = [await client.post("/v1/completed", headers=headers) for _ in range(2)]
+            wanted = await client.post("/v1/plain")
+        await idem.close()
+        return first, again, wanted
+
+    first, again, wanted = asyncio.run(whole())
+    for reply in (first, again):
+        assert (reply.status_code, reply.content) == (wanted.status_code, wanted.content)
+        assert wanted.headers.items() <= reply.headers.items()
+    assert is_replay(again)
 
 
 def test_endpoints_complete_in_their_sessions(migrated_url, postgres_server):

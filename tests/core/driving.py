@@ -17,7 +17,7 @@ from typing import Any
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
-from retrysafe.core.events import Event, Reporter
+from retrysafe.core.events import Event, EventKind, Reporter, Result
 from retrysafe.core.keys.key import Key
 from retrysafe.core.keys.secret import NO_SECRETS, Secrets
 from retrysafe.core.lease import Lease
@@ -28,6 +28,7 @@ from retrysafe.core.model import (
     Extension,
     SettleAnswer,
     Settlement,
+    State,
     StepWrite,
     StoredKey,
     StoredOutcome,
@@ -38,6 +39,7 @@ from retrysafe.core.run_times import RunTimes
 from retrysafe.core.settings import Settings
 from retrysafe.errors import InvalidInput, StoreUnavailable
 from retrysafe.stores.memory.store import MemoryStore
+from tests.core.building import KEY
 
 Invoke = Callable[[Attempt], Awaitable[Any]]
 Join = Callable[[object], Any]
@@ -327,6 +329,24 @@ def ports_over(writer: Any, clock: Any, **changes: Any) -> Ports:
     return Ports(writer=writer, clock=clock, **{**fields, **changes})
 
 
+class Heard(list[Event]):
+    """What was reported; the first and the last event of each call are kept apart."""
+
+    def __init__(self) -> None:
+        self.results: list[Result] = []
+        self._followed: list[Any] = []
+
+    def hear(self, event: Event) -> None:
+        if event.kind is EventKind.CALLED:
+            self._followed.append(event.call)
+        elif event.kind is EventKind.ANSWERED:
+            # Each call has exactly one result.
+            self._followed.remove(event.call)
+            self.results.append(event.result)
+        else:
+            self.append(event)
+
+
 class World:
     """An engine over a memory store, with everything around it in the test's hands."""
 
@@ -336,7 +356,7 @@ class World:
         self.join = join
         self.clock = Clock()
         self.store = MemoryStore(now_ms=self.clock.now_ms)
-        self.heard: list[Event] = []
+        self.heard = Heard()
         self.background: list[Coroutine[Any, Any, None]] = []
         # For each of them, what is called when nobody runs it to its end.
         self.abandon: list[Callable[[str], None]] = []
@@ -367,6 +387,12 @@ class World:
         return [event.kind.value for event in self.heard]
 
 
+def state(world: World) -> State | None:
+    """What has become of the tests' key; None when it has no record."""
+    stored = drive(world.store.read(KEY))
+    return None if stored is None else stored.record.state
+
+
 class Process:
     """One engine with its own flights, cache and renewals."""
 
@@ -384,7 +410,7 @@ class Process:
             renewals=self.renewals,
             background=world,
             executor=DrivenExecutor(world.join),
-            report=Reporter(world.heard.append),
+            report=Reporter(world.heard.hear),
             mint_token=world.mint_token,
         )
         self.settings = Settings(secrets=secrets, has_cache=world._cache)

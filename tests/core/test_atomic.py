@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from retrysafe.core.atomic.block import AtomicBlock
-from retrysafe.core.events import Event, Reporter
+from retrysafe.core.events import Reporter
 from retrysafe.core.keys.key import child_key
 from retrysafe.core.keys.secret import NO_SECRETS, Secrets
 from retrysafe.core.model import State
@@ -21,6 +21,7 @@ from retrysafe.errors import (
     ClaimLost,
     InvalidInput,
     KeyReused,
+    OperationFailed,
     OperationInFlight,
     OutcomeMissing,
     OutcomeUnavailable,
@@ -28,7 +29,7 @@ from retrysafe.errors import (
 )
 from retrysafe.stores.memory.store import MemoryStore
 from tests.core.building import KEY, LEASE_MS, OTHER_MARK, TOKEN, call, record
-from tests.core.driving import ManualClock, drive, ports_over
+from tests.core.driving import Heard, ManualClock, drive, ports_over
 from tests.core.sample_types import Declined
 from tests.core.transacting import FakeTransaction
 
@@ -42,13 +43,13 @@ class Made:
     def __init__(self, transaction=None, made_call=None, secrets=NO_SECRETS):
         self.transaction = transaction or FakeTransaction()
         self.clock = ManualClock(self.transaction.database.clock)
-        self.heard: list[Event] = []
+        self.heard = Heard()
         ports = ports_over(
             None,
             self.clock,
             store=MemoryStore(),
             mint_token=lambda: TOKEN,
-            report=Reporter(self.heard.append),
+            report=Reporter(self.heard.hear),
         )
         settings = Settings(secrets=secrets)
         self.block = AtomicBlock(made_call or call(), self.transaction, ports, settings)
@@ -276,6 +277,9 @@ def test_an_outcome_that_is_no_longer_stored_is_not_run_again():
     transaction = settled_transaction()
     transaction.database.payload = None
     with pytest.raises(OutcomeUnavailable):
+        Made(transaction).enter()
+    transaction.database.record.state = State.FAILED
+    with pytest.raises(OperationFailed, match="its failure is no longer stored"):
         Made(transaction).enter()
 
 

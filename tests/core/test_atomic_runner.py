@@ -398,6 +398,16 @@ def test_an_answer_that_freed_the_key_is_not_for_those_who_came_meanwhile():
     follower = desk.start(eight)
     leader.step()
     assert leader.value.value == 7
-    follower.step()
-    follower.step()
+    while not follower.is_done:
+        follower.step()
     assert (follower.value.value, follower.value.replayed) == (8, False)
+
+
+def test_a_commit_that_fails_is_no_execution():
+    """Whether the database says no or nothing: the outcome that was told of before is undone."""
+    for error, result in ((ValueError("deferred"), "released"), (Outage(), "store_unavailable")):
+        desk = Desk()
+        desk.commit_error = error
+        with pytest.raises((ValueError, StoreUnavailable)):
+            desk.answer(seven)
+        assert desk.world.heard.results == [result]

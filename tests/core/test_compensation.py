@@ -24,8 +24,8 @@ from retrysafe.errors import (
     StoreMissing,
     StoreUnavailable,
 )
-from tests.core.building import KEY, call
-from tests.core.driving import Fault, Flow, World, drive
+from tests.core.building import call
+from tests.core.driving import Fault, Flow, World, drive, state
 from tests.core.sample_types import Declined
 from tests.core.stepped import Effects, Stop, crashed, plant, run, stored_steps
 from tests.core.transacting import FakeTransaction
@@ -33,20 +33,6 @@ from tests.core.transacting import FakeTransaction
 FINAL = Policy(terminal=Declined)
 DOWN = StoreUnavailable("no answer")
 ABSENT = StoreMissing("gone")
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
-def effects() -> Effects:
-    return Effects()
-
-
-def state(world: World) -> State:
-    return drive(world.store.read(KEY)).record.state
 
 
 def undoable(effects: Effects, *names: str, error: BaseException | None = None, undo=None):

@@ -8,8 +8,8 @@ from retrysafe.core.attempt import Attempt
 from retrysafe.core.model import Decision, Ending, SettleKind, State
 from retrysafe.core.ports import Fate
 from retrysafe.errors import ClaimLost, InvalidInput, StoreUnavailable
-from tests.core.building import KEY, call
-from tests.core.driving import World, drive
+from tests.core.building import call
+from tests.core.driving import World, state
 from tests.core.sample_types import Declined
 from tests.core.transacting import FakeTransaction
 
@@ -29,10 +29,6 @@ def completing(world, value, *, then="returned", error=None):
         return then
 
     return operation
-
-
-def state(world: World) -> State:
-    return drive(world.store.read(KEY)).record.state
 
 
 def applied(**options) -> FakeTransaction:

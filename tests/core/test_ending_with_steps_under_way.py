@@ -14,26 +14,12 @@ from retrysafe.core.model import State
 from retrysafe.core.policy import Policy
 from retrysafe.core.steps import run as step_run
 from retrysafe.errors import ClaimLost, InvalidInput, StepsChanged
-from tests.core.building import KEY, call
-from tests.core.driving import Fault, Flow, Pause, World, drive
+from tests.core.building import call
+from tests.core.driving import Fault, Flow, Pause, World, state
 from tests.core.sample_types import Declined
 from tests.core.stepped import Effects, Stop, crash, crashed, in_order, run, stored_steps
 
 FINAL = Policy(terminal=Declined)
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
-def effects() -> Effects:
-    return Effects()
-
-
-def state(world: World) -> State:
-    return drive(world.store.read(KEY)).record.state
 
 
 class Task(Flow):

@@ -32,18 +32,13 @@ from retrysafe.errors import (
     StoreUnavailable,
 )
 from tests.core.building import KEY, MARK, OTHER_MARK, call
-from tests.core.driving import Fault, World, drive
+from tests.core.driving import Fault, World, drive, state
 from tests.core.sample_types import CardExpired, Declined
 
 SECRET = b"0123456789abcdef"
 DOWN = StoreUnavailable("down")
 TERMINAL = Policy(terminal=Declined)
 WAITING = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=10))
-
-
-def state(world: World) -> State | None:
-    stored = drive(world.store.read(KEY))
-    return None if stored is None else stored.record.state
 
 
 def die(world: World, **options: object) -> None:
@@ -602,6 +597,17 @@ def test_giving_up_can_lose_the_claim():
 
 
 # Outcomes that cannot be shown.
+
+
+def test_a_failure_that_is_no_longer_stored_is_not_told_as_done():
+    """Nobody would pay the invoice again whose payment was declined."""
+    world = World()
+    with pytest.raises(Declined):
+        world.first.answer(call(policy=TERMINAL), world.first.raising(Declined("no funds")))
+    world.store._outcomes.clear()
+    with pytest.raises(OperationFailed, match="failed for good, and its failure is no longer"):
+        world.first.answer(call(policy=TERMINAL))
+    assert world.ran == [1]
 
 
 def test_an_outcome_that_is_no_longer_stored_is_not_run_again():

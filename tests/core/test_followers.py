@@ -24,16 +24,6 @@ WAITING = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=10), term
 DOWN = StoreUnavailable("down")
 
 
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
-def process(world: World) -> Process:
-    return world.first
-
-
 def claiming(process: Process, *marks: Fingerprint, **options: object) -> object:
     """A leader whose claim is under way."""
     process.writer.claim_faults.append(Fault(pauses=True))

@@ -17,11 +17,6 @@ from tests.core.driving import Fault, Flow, Process, World, drive
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
 def process(world: World) -> Process:
     return Process(world)
 

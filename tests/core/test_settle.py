@@ -19,26 +19,12 @@ from retrysafe.errors import (
     StoreUnavailable,
 )
 from tests.core.building import KEY, call
-from tests.core.driving import Fault, Process, World, drive
+from tests.core.driving import Fault, World, drive, state
 from tests.core.sample_types import Declined, Mute
 
 DOWN = StoreUnavailable("down")
 BROKEN = StoreError("the database file is damaged")
 TERMINAL = Policy(terminal=Declined)
-
-
-def state(world: World) -> State:
-    return drive(world.store.read(KEY)).record.state
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
-def process(world: World) -> Process:
-    return world.first
 
 
 @pytest.mark.parametrize("is_after", [False, True])

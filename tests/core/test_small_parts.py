@@ -312,20 +312,27 @@ def test_an_attempt_without_a_secret_makes_no_child_keys():
 
 def test_a_reporter_tells_everything_about_an_event():
     heard: list[Event] = []
-    Reporter(heard.append)(EventKind.REPLAYED, KEY, "shop.pay", 2, "why", source="process")
-    assert heard == [Event(EventKind.REPLAYED, KEY, "shop.pay", 2, "why", "process")]
+    asked = call(operation="shop.pay")
+    Reporter(heard.append)(EventKind.REPLAYED, asked, 2, "why", source="process")
+    Reporter(heard.append).beside(EventKind.ABANDONED, KEY, "shop.pay", 3, "late")
+    assert heard == [
+        Event(EventKind.REPLAYED, KEY, "shop.pay", 2, "why", "process"),
+        Event(EventKind.ABANDONED, KEY, "shop.pay", 3, "late"),
+    ]
+    assert heard[0].result is None
 
 
 def test_a_reporter_tells_only_what_is_wanted():
     heard: list[Event] = []
     report = Reporter(heard.append, frozenset({EventKind.FAILED}))
     for kind in EventKind:
-        report(kind, KEY)
-    assert [event.kind for event in heard] == [EventKind.FAILED]
+        report(kind, call())
+        report.beside(kind, KEY)
+    assert [event.kind for event in heard] == [EventKind.FAILED] * 2
 
 
 def test_without_a_listener_nothing_is_reported():
     report = Reporter(None)
     for kind in ALL_KINDS:
-        assert report(kind, KEY) is None
+        assert report(kind, call()) is None
     assert frozenset(EventKind) == ALL_KINDS

@@ -47,16 +47,6 @@ DOWN = StoreUnavailable("no answer")
 REFUSED = StoreRejected("too odd")
 
 
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
-def effects() -> Effects:
-    return Effects()
-
-
 def record_of(world: World):
     return drive(world.store.read(KEY))
 

@@ -33,9 +33,9 @@ def new_text(name: str) -> str:
 class DemoServer:
     """One server process, with a client for it."""
 
-    def __init__(self, store: str, port: int = 0) -> None:
+    def __init__(self, store: str, port: int = 0, *options: str) -> None:
         self.process = subprocess.Popen(
-            command("--port", str(port), "--store", store, "--json"),
+            command("--port", str(port), "--store", store, "--json", *options),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -77,6 +77,9 @@ def test_snippets_of_a_document_run_in_order_and_print_what_they_say(path, tmp_p
     ended = _python(tmp_path, script.name)
     assert ended.returncode == 0, f"{name_of(path)} (line numbers fit):\n{ended.stderr}"
     assert ended.stdout.splitlines() == expected
+    if "\ndef test_" in text:
+        tested = _python(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", script.name)
+        assert tested.returncode == 0, f"{name_of(path)} (line numbers fit):\n{tested.stdout}"
 
 
 def test_sql_in_the_documents_runs(documented_database):

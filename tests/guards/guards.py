@@ -36,6 +36,7 @@ from tests.guards.lease_guards import LEASE_GUARDS
 from tests.guards.mutation import InCode, InEntry, InStatement
 from tests.guards.outbox_guards import OUTBOX_GUARDS
 from tests.guards.recovery_guards import RECOVERY_GUARDS
+from tests.guards.resumption_guards import RESUMPTION_GUARDS
 from tests.guards.secret_guards import SECRET_GUARDS
 from tests.guards.signal_guards import SIGNAL_GUARDS
 from tests.guards.step_guards import STEP_GUARDS
@@ -435,7 +436,7 @@ GUARDS: tuple[Guard, ...] = (
         "a signal leaves a flight without a leader: its key is refused until the process ends",
         (
             InCode(
-                Engine.answer,
+                Engine._answer,
                 "mine.phase = Phase.LANDED",
                 "pass",
             ),
@@ -531,12 +532,12 @@ GUARDS: tuple[Guard, ...] = (
                 "pass",
             ),
         ),
-        properties.test_an_interrupted_flight_tells_every_task,
+        properties.test_an_interrupted_batch_tells_every_task,
     ),
     Guard(
         "a loop that ends waits for the last writes",
         "`asyncio.run` that ends without `close` loses outcomes, and their operations run again",
-        (InCode(LoopPorts._write_before_the_loop_ends, "await self.settle()", "pass"),),
+        (InCode(LoopPorts._write_before_the_loop_ends, "await self.drain()", "pass"),),
         properties.test_what_is_queued_is_stored_before_its_loop_ends,
     ),
     *ATOMIC_GUARDS,
@@ -544,6 +545,7 @@ GUARDS: tuple[Guard, ...] = (
     *SIGNAL_GUARDS,
     *OUTBOX_GUARDS,
     *RECOVERY_GUARDS,
+    *RESUMPTION_GUARDS,
     *FAILOVER_GUARDS,
     *LEASE_GUARDS,
     *HTTP_GUARDS,

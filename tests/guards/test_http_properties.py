@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from retrysafe import Answer, AsyncIdempotency, Ending, Idempotency, OperationInFlight, Policy
-from retrysafe.core.model import RecordQuery
+from retrysafe.core.listing import RecordQuery
 from retrysafe.http import IdempotencyMiddleware, Rule, WSGIIdempotencyMiddleware, bearer_token
 from retrysafe.http.large_bodies import LARGE_BODY_BYTES
 from retrysafe.http.protection import Protection
@@ -51,7 +51,7 @@ def _stored_caller(secret):
             await _exchange(
                 IdempotencyMiddleware(app, idempotency, caller=bearer_token), Connection()
             )
-            (found,) = await calls_of(idempotency).store.list_records(RecordQuery())
+            (found,) = (await calls_of(idempotency).store.list_records(RecordQuery())).keys
             return found.record.caller
 
     return asyncio.run(run())

@@ -794,7 +794,7 @@ def test_an_interrupted_carrier_hands_over():
     assert passenger.batch == [passenger]
 
 
-def test_an_interrupted_flight_tells_every_task():
+def test_an_interrupted_batch_tells_every_task():
     """When the task that carries a batch is cancelled, nobody waits for ever."""
 
     async def scenario() -> list[bool]:

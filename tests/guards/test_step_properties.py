@@ -285,7 +285,7 @@ def test_an_ending_outlives_its_caller():
             with pytest.raises(asyncio.CancelledError):
                 await caller
             charging.set()
-            await idem._calls.bound().parts.background.settle()
+            await idem._calls.bound().loop_ports.background.drain()
             await asyncio.gather(*tasks)
             return (await idem.read("order")).condition
 

@@ -357,7 +357,8 @@ async def test_an_application_that_raises_stop_iteration_is_answered():
                 await asyncio.wait_for(ask(app), 10)
         else:
             assert (await asyncio.wait_for(ask(app), 10)).status == 500
-        assert heard == [EventKind.CLAIMED, "run", EventKind.FAILED]
+        story = [EventKind.CALLED, EventKind.CLAIMED, "run", EventKind.FAILED, EventKind.ANSWERED]
+        assert heard == story
         await idem.close()
 
 

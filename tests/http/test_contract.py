@@ -15,7 +15,7 @@ from retrysafe import (
     Policy,
     StoreUnavailable,
 )
-from retrysafe.core.events import EventKind
+from retrysafe.core.events import EventKind, Result
 from retrysafe.errors import PolicyInvalid, SchemaMissing
 from retrysafe.http import (
     Breaker,
@@ -572,7 +572,10 @@ def test_failing_open_runs_at_once_when_the_claim_gets_no_answer(make_subject):
         assert subject.app.protection.breaker.is_open
     kinds = [event.kind for event in events]
     # The first one asked, and thrice; the others left the store alone.
-    assert kinds == [EventKind.STORE_UNAVAILABLE] * 3 + [EventKind.UNPROTECTED] * 3
+    story = [EventKind.CALLED, EventKind.UNPROTECTED, EventKind.ANSWERED]
+    assert kinds == [EventKind.CALLED, *[EventKind.STORE_UNAVAILABLE] * 3, *story[1:], *story * 2]
+    results = [event.result for event in events if event.kind is EventKind.ANSWERED]
+    assert results == [Result.UNPROTECTED] * 3
 
 
 def test_failing_open_never_runs_twice_for_one_request(make_subject):

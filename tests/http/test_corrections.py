@@ -9,31 +9,11 @@ import pytest
 from retrysafe import FOREVER, BodyKey, Policy
 from retrysafe.errors import PolicyInvalid
 from retrysafe.http import FieldsKey, HeaderKey, Rule, StatusRule
-from tests.servers.fixtures import schema_on
-from tests.stores.postgres_stores import Table
 
 INVOICE = FieldsKey("/invoice", window=FOREVER)
 KEPT = Rule(path="/charges", key=INVOICE, nothing_happened=(402,))
 FREED = Rule(path="/charges", key=INVOICE, nothing_happened=[402], stored=StatusRule(freed=[402]))
 SECRET = {"secret": "x" * 32}
-
-
-@pytest.fixture(scope="module")
-def table(postgres_server):
-    """One schema for all tests here: making one takes most of a second."""
-    with schema_on(postgres_server.url()) as made:
-        table = Table(made, postgres_server.url())
-        yield table
-        table.close()
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def url(request, tmp_path):
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'keys.db'}"
-    table = request.getfixturevalue("table")
-    table.empty()
-    return table.url
 
 
 def paying(subject, card, **options):
@@ -42,9 +22,9 @@ def paying(subject, card, **options):
 
 
 @pytest.mark.parametrize("rule", [KEPT, FREED], ids=["kept", "freed"])
-def test_another_card_is_taken_after_a_declined_one(make_subject, url, rule):
+def test_another_card_is_taken_after_a_declined_one(database_url, make_subject, rule):
     """The corrected request runs once; then the first one is another request, and sees nothing."""
-    subject = make_subject(url, rules=[rule], face=SECRET)
+    subject = make_subject(database_url, rules=[rule], face=SECRET)
     subject.shop.status = 402
     assert paying(subject, "bad").status == 402
     assert paying(subject, "bad").is_replay is (rule is KEPT)
@@ -71,9 +51,9 @@ def test_what_is_not_listed_stays_refused(make_subject, tmp_path, status):
     assert len(subject.shop.runs) == 1
 
 
-def test_an_uncertain_response_before_the_listed_one_stays_refused(make_subject, url):
+def test_an_uncertain_response_before_the_listed_one_stays_refused(database_url, make_subject):
     """A 500 may have paid; that the same card is declined after it proves nothing."""
-    subject = make_subject(url, rules=[KEPT], face=SECRET)
+    subject = make_subject(database_url, rules=[KEPT], face=SECRET)
     for status in (500, 402):
         subject.shop.status = status
         assert paying(subject, "bad").status == status
@@ -93,9 +73,9 @@ def test_an_exception_is_a_500_whatever_the_policy_lists(make_subject, tmp_path)
     assert paying(subject, "good").problem == "key-reused"
 
 
-def test_a_key_of_a_client_belongs_to_one_request(make_subject, url):
+def test_a_key_of_a_client_belongs_to_one_request(database_url, make_subject):
     """A header is as strict as ever, on a route that lists nothing and on one that has no say."""
-    subject = make_subject(url, rules=[Rule()], face=SECRET)
+    subject = make_subject(database_url, rules=[Rule()], face=SECRET)
     subject.shop.status = 402
     assert paying(subject, "bad", key='"k-1"').status == 402
     assert paying(subject, "good", key='"k-1"').problem == "key-reused"

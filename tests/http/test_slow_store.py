@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from retrysafe import AsyncIdempotency, InFlight, Policy
-from retrysafe.core.model import RecordQuery
+from retrysafe.core.events import UNFOLLOWED
+from retrysafe.core.listing import RecordQuery
 from retrysafe.core.ports import Waits
 from retrysafe.errors import PolicyInvalid, StoreUnavailable
 from retrysafe.http import Breaker, IdempotencyMiddleware, Rule, bearer_token
@@ -90,7 +91,7 @@ async def test_a_claim_without_an_answer_is_refused_in_time(store, shop, idem):
     store.go_on.set()
     assert (await ask(patient(shop, idem))).status == 201
     assert len(shop.runs) == 1
-    stored = (await store.list_records(RecordQuery()))[0]
+    stored = (await store.list_records(RecordQuery())).keys[0]
     assert (stored.condition, stored.record.attempt) == (Condition.SUCCEEDED, 1)
 
 
@@ -244,7 +245,9 @@ WAITING = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=30))
 
 
 def watched(lookout, clock, policy=None, key="k"):
-    call = SimpleNamespace(policy=policy or Policy(), key=SimpleNamespace(text=key))
+    call = SimpleNamespace(
+        policy=policy or Policy(), key=SimpleNamespace(text=key), progress=UNFOLLOWED
+    )
     run, waiter = Run(), Waiter()
     lookout.watch(run, call, waiter, clock)
     return run, waiter

@@ -76,8 +76,8 @@ class ControlledStore:
     async def list_records(self, query: Any) -> Any:
         return await self._store.list_records(query)
 
-    async def operate(self, key: Any, command: Any) -> Any:
-        return await self._store.operate(key, command)
+    async def operate(self, key: Any, command: Any, *note: Any) -> Any:
+        return await self._store.operate(key, command, *note)
 
     async def sweep(self, limit: int) -> Any:
         return await self._store.sweep(limit)

@@ -12,7 +12,7 @@ import pytest
 from retrysafe.core.model import Condition, Decision, SettleKind
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.opening import postgres_store
-from retrysafe.stores.postgres import reading, schema
+from retrysafe.stores.postgres import listing, schema
 from retrysafe.testing.suite.probe import ACTIVE_MS, LEASE_MS, RESULT, key_of
 
 LIMIT_SECONDS = 30
@@ -84,7 +84,7 @@ def test_pages_are_found_by_their_number(desk):
     desk.fill(5000)
     desk.sql("ANALYZE {schema}.keys")
     sql = schema.statements(desk.schema)
-    for name, limit in (("sweep_pages", 100), ("abandoned_in_pages", 100)):
+    for name, limit in (("sweep_pages", 100), ("pending_in_pages", 100)):
         statement = sql[name].replace("$1", "'(0,0)'").replace("$2", "'(2,0)'")
         rows = desk.sql(f"EXPLAIN {statement}".replace("$3", str(limit)))
         plan = "\n".join(line for (line,) in rows)
@@ -123,7 +123,7 @@ def test_abandoned_keys_are_found_longest_ended_first(desk):
 
 def test_the_search_for_abandoned_keys_stops_at_its_limit(desk, monkeypatch):
     """With enough found, the rest of the table is not read."""
-    monkeypatch.setattr(reading, "_LOOK_PAGES", 2)
+    monkeypatch.setattr(listing, "LOOK_PAGES", 2)
     desk.fill(2000, state=1, lease_ends_at_ms=desk.clock())
     asked = []
     fetch = desk.store._statements.fetch
@@ -132,9 +132,9 @@ def test_the_search_for_abandoned_keys_stops_at_its_limit(desk, monkeypatch):
         asked.append(name)
         return await fetch(name, *params)
 
-    monkeypatch.setattr(desk.store._statements, "fetch", counting)
+    monkeypatch.setattr(desk.store._listing, "_fetch", counting)
     assert len(run_sync(desk.store.list_abandoned(5))) == 5
-    assert asked == ["table_pages", "abandoned_in_pages"]
+    assert asked == ["now_ms", "table_pages", "pending_in_pages"]
     assert len(run_sync(desk.store.list_abandoned(5000))) == 2000
 
 
@@ -182,5 +182,6 @@ def test_the_tables_have_the_options_that_they_were_designed_with(desk):
     indexes = desk.sql(
         "SELECT indexdef FROM pg_indexes WHERE schemaname = '{schema}' AND tablename = 'keys'"
     )
-    assert len(indexes) == 1
-    assert indexes[0][0].endswith("(digest)")
+    # Nothing that an ending or a renewal changes is in an index.
+    columns = sorted(text.partition(" USING ")[2].partition(" WITH")[0] for (text,) in indexes)
+    assert columns == ["brin (claimed_at_ms)", "btree (digest)"]

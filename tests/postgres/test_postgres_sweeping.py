@@ -15,11 +15,12 @@ from retrysafe.stores.postgres.sweep import (
     PAGES_PER_CALL,
     ROWS_BESIDE,
     STEPS_PER_CALL,
-    WIDTH_MOST,
 )
 from retrysafe.testing.suite.probe import ACTIVE_MS
 
 LIMIT_SECONDS = 30
+# Of the widest step here, so that small tables have some.
+WIDTH_MOST = 128
 LIMIT = 10_000
 CALLS_LIMIT = 500
 # Any number that nobody else locks.
@@ -50,6 +51,11 @@ def walked(desk, limit=LIMIT):
         if not report.has_more:
             return calls
     raise AssertionError("the walk did not end")
+
+
+@pytest.fixture(autouse=True)
+def _small_steps(monkeypatch):
+    monkeypatch.setattr("retrysafe.stores.postgres.sweep.WIDTH_MOST", WIDTH_MOST)
 
 
 @pytest.fixture

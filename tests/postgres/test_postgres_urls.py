@@ -6,6 +6,7 @@ import asyncio
 
 import psycopg
 import pytest
+import sqlalchemy
 
 from retrysafe import AsyncIdempotency, Idempotency, InvalidInput
 from retrysafe.errors import StoreUrlInvalid
@@ -104,6 +105,19 @@ def test_the_limit_on_connecting_is_the_urls():
     assert url.for_libpq == url.for_asyncpg == "postgresql://h/db"
 
 
+def test_urls_of_sqlalchemy_serve_both_kinds_of_objects(migrated_url):
+    """The driver is SQLAlchemy's own affair, and so are its names for options."""
+    for driver in ("asyncpg", "psycopg"):
+        url = migrated_url.replace("://", f"+{driver}://")
+        with Idempotency(url, caller=driver) as idem:
+            assert idem.run("k", lambda: 7, request=None) == 7
+        assert asyncio.run(run_async(url)) == 7
+    store = open_store("postgresql+asyncpg://h/x?ssl=disable&prepared_statement_cache_size=0")
+    assert "sslmode=disable" in store._connector._servers._urls[0]
+    with pytest.raises(StoreUrlInvalid, match="hide_password=False"):
+        Idempotency(sqlalchemy.make_url("postgresql://h/x"), caller="s")
+
+
 @pytest.mark.parametrize(
     ("url", "means"),
     [
@@ -130,6 +144,10 @@ GOOD = [
     "postgresql://%2Fvar%2Frun/db",
     "postgresql://u:p%40ss%25@h:/db",
     "postgres:///db?host=/tmp,/run&port=5432,5433",
+    "postgresql+asyncpg://u:p@h/db?ssl=require&prepared_statement_cache_size=0",
+    "postgresql+psycopg://u:p@h/db",
+    "postgresql+psycopg_async://u:p@h/db",
+    "postgres+psycopg2://u:p@h/db",
 ]
 
 
@@ -162,7 +180,10 @@ BAD = [
     (f"postgresql://u:a@[::1]:{SECRET}/x", "a port is a number"),
     (f"postgresql://u:{SECRET}/x", "a port is a number"),
     (f"postgresql://u:a@h:{SECRET}%/x", "write a % in a name or password as %25"),
-    (f"postgresql+psycopg://u:{SECRET}@h/x", "names no store"),
+    (f"postgresql+pg8000://u:{SECRET}@h/x", "leave it out"),
+    (f"postgresql+asyncpg://u:{SECRET}@h/x?ssl=true", "sslmode is one of disable, allow"),
+    ("postgresql+asyncpg://u:***@h/x", "render_as_string(hide_password=False)"),
+    (f"mysql+psycopg://u:{SECRET}@h/x", "names no store"),
     (f"postgresql:/u:{SECRET}@h/x", "names no store"),
     (f"u:{SECRET}@h/x", "names no store"),
     (f"host=h password = '{SECRET} {SECRET}' dbname=x", "names no store"),

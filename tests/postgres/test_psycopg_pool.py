@@ -14,9 +14,9 @@ import psycopg
 import pytest
 from psycopg.pq import TransactionStatus
 
-from retrysafe.stores.postgres.drivers import psycopg as psycopg_connector
+from retrysafe.stores.postgres.drivers import psycopg_connections
 from retrysafe.stores.postgres.drivers.port import PoolOptions
-from retrysafe.stores.postgres.drivers.psycopg import _Place, _Pool
+from retrysafe.stores.postgres.drivers.psycopg_connections import PsycopgPool, _Place
 from tests.interrupting import at_every_place_at_once
 from tests.runtime.staged import until
 
@@ -34,14 +34,14 @@ class Connection:
         self.is_closed = True
 
 
-class QuietPool(_Pool):
+class QuietPool(PsycopgPool):
     """A pool whose idle connections have no server to look for."""
 
     def _quiet_one(self) -> Connection | None:
         return self._idle.pop() if self._idle else None
 
 
-def pool_of(size: int, *, wait: float) -> _Pool:
+def pool_of(size: int, *, wait: float) -> PsycopgPool:
     options = PoolOptions(size_limit=size, connect_timeout=timedelta(seconds=wait))
     return QuietPool(Connection, options)
 
@@ -64,7 +64,7 @@ def test_signals_anywhere_cost_no_place_and_leave_no_lock(count):
     places = 0
     here = sys.modules[__name__]
     act = functools.partial(pool.use, begin)
-    for places in at_every_place_at_once(count, act, psycopg_connector, contextlib, here):
+    for places in at_every_place_at_once(count, act, psycopg_connections, contextlib, here):
         done: list[bool] = []
         user = threading.Thread(
             target=lambda found=done: (pool.use(lambda _: None), found.append(True)), daemon=True
@@ -91,7 +91,7 @@ def test_who_waits_finds_the_place_of_one_that_left_without_a_word():
     assert told == ["second"]
 
 
-def both_used(pool: _Pool, work: Callable[[Connection, Connection], object]) -> None:
+def both_used(pool: PsycopgPool, work: Callable[[Connection, Connection], object]) -> None:
     """Does the work while two connections are in use."""
     pool.use(lambda first: pool.use(lambda second: work(first, second)))
 
@@ -108,7 +108,7 @@ def test_a_thread_that_finds_no_slot_in_time_is_reported():
     both_used(pool, lambda *_: None)
 
 
-def entered(pool: _Pool) -> _Place:
+def entered(pool: PsycopgPool) -> _Place:
     """A place that somebody has taken."""
     place = _Place()
     place.taken.acquire()
@@ -116,7 +116,7 @@ def entered(pool: _Pool) -> _Place:
     return place
 
 
-def _waiter(pool: _Pool, name: str, told: list[str]) -> threading.Thread:
+def _waiter(pool: PsycopgPool, name: str, told: list[str]) -> threading.Thread:
     before = len(pool._places)
     thread = threading.Thread(target=lambda: pool.use(lambda _: told.append(name)))
     thread.start()

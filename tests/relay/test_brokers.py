@@ -22,7 +22,7 @@ from tests.forking import answer_of_child
 from tests.relay.scripted import entry, stage
 from tests.relay.test_webhooks import delivery
 from tests.servers.nats import NatsServer
-from tests.servers.postgres import free_port
+from tests.servers.process import free_port
 
 LIMIT_SECONDS = 30
 

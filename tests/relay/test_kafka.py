@@ -20,7 +20,7 @@ from retrysafe.stores import MemoryStore
 from tests.forking import exit_code, fork
 from tests.relay.scripted import entry, stage
 from tests.relay.test_webhooks import delivery
-from tests.servers.postgres import free_port
+from tests.servers.process import free_port
 
 PARTITIONS = 3
 

@@ -21,7 +21,7 @@ from retrysafe.runtime.drive import run_sync
 from retrysafe.stores import MemoryStore
 from tests.forking import exit_code, fork
 from tests.relay.scripted import entry, stage
-from tests.servers.postgres import free_port
+from tests.servers.process import free_port
 
 SECRET = "0123456789abcdef"
 OTHER_SECRET = "fedcba9876543210"

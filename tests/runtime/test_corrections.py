@@ -19,8 +19,6 @@ from retrysafe import (
 )
 from retrysafe.errors import PolicyInvalid
 from retrysafe.stores import MemoryStore
-from tests.servers.fixtures import schema_on
-from tests.stores.postgres_stores import Table
 
 SECRET = "x" * 32
 LIMIT_SECONDS = 30
@@ -37,24 +35,6 @@ class Unclear(Exception):
 # The failure is kept, or it frees the key: either way the next card is taken.
 KEPT = Policy(terminal=(Declined,), nothing_happened=(Declined,))
 FREED = Policy(retryable=(Declined,), nothing_happened=(Declined,))
-
-
-@pytest.fixture(scope="module")
-def table(postgres_server):
-    """One schema for all tests here: making one takes most of a second."""
-    with schema_on(postgres_server.url()) as made:
-        table = Table(made, postgres_server.url())
-        yield table
-        table.close()
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def url(request, tmp_path):
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'keys.db'}"
-    table = request.getfixturevalue("table")
-    table.empty()
-    return table.url
 
 
 class Till:
@@ -81,10 +61,10 @@ def paying(subject, url, till, policy, **options):
 
 
 @pytest.mark.parametrize("policy", [KEPT, FREED], ids=["kept", "freed"])
-def test_another_card_is_taken_after_a_declined_one(subject, url, policy):
+def test_another_card_is_taken_after_a_declined_one(database_url, subject, policy):
     """It runs once, and from then on it is what the key is for."""
     till = Till(bad=Declined("no funds"), good="paid")
-    pay = paying(subject, url, till, policy)
+    pay = paying(subject, database_url, till, policy)
     with pytest.raises(Declined):
         pay(42, "bad")
     assert pay(42, "good") == "paid"
@@ -94,10 +74,10 @@ def test_another_card_is_taken_after_a_declined_one(subject, url, policy):
     assert till.ran == ["bad", "good"]
 
 
-def test_a_declined_card_is_declined_again_without_a_run(subject, url):
+def test_a_declined_card_is_declined_again_without_a_run(database_url, subject):
     """The same request is replayed as ever, also after another one was declined, too."""
     till = Till(bad=Declined("no funds"), worse=Declined("stolen"))
-    pay = paying(subject, url, till, KEPT)
+    pay = paying(subject, database_url, till, KEPT)
     for card in ("bad", "bad", "worse", "worse"):
         with pytest.raises(Declined):
             pay(42, card)
@@ -117,10 +97,10 @@ def test_a_declined_card_is_declined_again_without_a_run(subject, url):
     ],
     ids=["failed", "unlisted", "freed", "time-out", "cut off", "kept, no list", "freed, no list"],
 )
-def test_what_is_not_listed_stays_refused(subject, url, policy, error):
+def test_what_is_not_listed_stays_refused(database_url, subject, policy, error):
     """Nobody knows what happened, so nothing runs beside it."""
     till = Till(bad=error, good="paid")
-    pay = paying(subject, url, till, policy)
+    pay = paying(subject, database_url, till, policy)
     with pytest.raises(type(error)):
         pay(42, "bad")
     with pytest.raises(KeyReused):
@@ -128,10 +108,10 @@ def test_what_is_not_listed_stays_refused(subject, url, policy, error):
     assert till.ran == ["bad"]
 
 
-def test_one_uncertain_attempt_keeps_the_key_for_its_request(subject, url):
+def test_one_uncertain_attempt_keeps_the_key_for_its_request(database_url, subject):
     """A time-out, and then a decline of the same card: the first may have been paid."""
     till = Till(bad=TimeoutError("?"), good="paid")
-    pay = paying(subject, url, till, FREED)
+    pay = paying(subject, database_url, till, FREED)
     with pytest.raises(TimeoutError):
         pay(42, "bad")
     till.cards["bad"] = Declined("no funds")
@@ -142,9 +122,9 @@ def test_one_uncertain_attempt_keeps_the_key_for_its_request(subject, url):
     assert till.ran == ["bad", "bad"]
 
 
-def test_a_stored_step_keeps_the_key_for_its_request(url):
+def test_a_stored_step_keeps_the_key_for_its_request(database_url):
     """A part is done already: nothing happened is not true, whatever the rule lists."""
-    with Idempotency(url, caller="shop") as idem:
+    with Idempotency(database_url, caller="shop") as idem:
         ran = []
 
         @idem.once(key="invoice", window=KEPT.active_window, name="pay", policy=KEPT)
@@ -159,10 +139,10 @@ def test_a_stored_step_keeps_the_key_for_its_request(url):
         assert ran == ["bad"]
 
 
-def test_child_keys_are_those_of_the_corrected_request(subject, url):
+def test_child_keys_are_those_of_the_corrected_request(database_url, subject):
     """Nobody downstream sees one key with two requests; the first one's stay what they are."""
     till = Till(bad=Declined("no funds"), good=ConnectionError("try again"))
-    pay = paying(subject, url, till, FREED)
+    pay = paying(subject, database_url, till, FREED)
     with pytest.raises(Declined):
         pay(42, "bad")
     with pytest.raises(Declined):
@@ -175,7 +155,7 @@ def test_child_keys_are_those_of_the_corrected_request(subject, url):
     assert first == second
     assert corrected == again != first
     plain = []
-    made = subject(url, caller="shop", secret=SECRET)
+    made = subject(database_url, caller="shop", secret=SECRET)
     other = natural_key("pay", invoice=42)
     made.call("expire", other)
     made.answer(
@@ -187,15 +167,15 @@ def test_child_keys_are_those_of_the_corrected_request(subject, url):
     assert plain == [first]
 
 
-def test_a_key_that_its_caller_brings_takes_no_correction(subject, url):
+def test_a_key_that_its_caller_brings_takes_no_correction(database_url, subject):
     """`run` is given a key, and so is `once` by a function that gives a text: a client's, maybe."""
     till = Till(bad=Declined("no funds"), good="paid")
-    pay = paying(subject, url, till, KEPT, key=lambda invoice, card: f"invoice-{invoice}")
+    pay = paying(subject, database_url, till, KEPT, key=lambda invoice, card: f"invoice-{invoice}")
     with pytest.raises(Declined):
         pay(42, "bad")
     with pytest.raises(KeyReused):
         pay(42, "good")
-    made = subject(url, caller="shop", policy=KEPT, secret=SECRET)
+    made = subject(database_url, caller="shop", policy=KEPT, secret=SECRET)
     with pytest.raises(Declined):
         made.run("client-key", till.pay, 43, "bad")
     with pytest.raises(KeyReused):
@@ -221,10 +201,10 @@ def test_a_body_key_takes_no_list():
         assert till.ran == ["bad", "good"]
 
 
-def test_what_another_process_has_corrected_is_not_replayed_here(subject, url):
+def test_what_another_process_has_corrected_is_not_replayed_here(database_url, subject):
     """No process keeps an outcome that a corrected request may replace at any moment."""
     till = Till(bad=Declined("no funds"), good="paid")
-    here, there = (paying(subject, url, till, KEPT) for _ in range(2))
+    here, there = (paying(subject, database_url, till, KEPT) for _ in range(2))
     for _ in range(2):
         with pytest.raises(Declined):
             here(42, "bad")
@@ -236,10 +216,10 @@ def test_what_another_process_has_corrected_is_not_replayed_here(subject, url):
 
 
 @pytest.mark.parametrize("policy", [KEPT, FREED], ids=["kept", "freed"])
-def test_a_corrected_request_is_refused_while_the_first_one_runs(url, policy):
+def test_a_corrected_request_is_refused_while_the_first_one_runs(database_url, policy):
     """And taken once that has ended with nothing done."""
     policy = policy.with_changes(in_flight=InFlight.WAIT)
-    with Idempotency(url, caller="shop", secret=SECRET) as idem:
+    with Idempotency(database_url, caller="shop", secret=SECRET) as idem:
         claimed, may_go_on = threading.Event(), threading.Event()
         ran = []
 

@@ -782,7 +782,7 @@ def begin_at_once(loop, flow, **kwargs) -> asyncio.Task:
 
 
 def test_a_loop_may_begin_its_tasks_at_once():
-    """Rows are answered, and none is carried twice, when a flight leaves while it is launched."""
+    """Rows are answered, and none is carried twice, when a batch leaves while it is begun."""
 
     async def main() -> None:
         store = StagedStore(waits=Waits.SUSPENDING)
@@ -793,7 +793,7 @@ def test_a_loop_may_begin_its_tasks_at_once():
         assert [answer.decision for answer in answers] == [Decision.ADMIT] * 20
         assert sum(len(commit.claims) for commit in store.commits) == 20
         await group.drain()
-        assert (group._flights_count, group._rows_in_flight) == (0, 0)
+        assert (group._batches_count, group._rows_under_way) == (0, 0)
 
     drive(main())
 
@@ -840,7 +840,7 @@ def test_rows_stand_and_are_told_though_the_next_batch_cannot_leave(monkeypatch)
         answers = await asyncio.wait_for(asyncio.gather(behind, later), PATIENCE_SECONDS)
         assert [answer.decision for answer in answers] == [Decision.ADMIT] * 2
         await stage.group.drain()
-        assert (stage.group._flights_count, stage.group._is_boarding) == (0, False)
+        assert (stage.group._batches_count, stage.group._is_boarding) == (0, False)
 
     drive(main())
 
@@ -1158,7 +1158,7 @@ def test_a_batch_of_tasks_that_is_held_up_is_waited_for_once(monkeypatch):
         holds[6].open()
         await asyncio.gather(*last)
         await group.drain()
-        assert (group._flights_count, group._held_up_count, group._rows_in_flight) == (0, 0, 0)
+        assert (group._batches_count, group._held_up_count, group._rows_under_way) == (0, 0, 0)
 
     drive(main())
 
@@ -1318,9 +1318,9 @@ class Halves:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """What the group counts of its flights; nothing, once all have landed."""
+        """What the group counts of its batches; nothing, once all have ended."""
         group = self.group
-        return group._flights_count, group._held_up_count, group._rows_in_flight
+        return group._batches_count, group._held_up_count, group._rows_under_way
 
 
 def test_those_of_a_large_batch_go_on_in_two_halves():
@@ -1459,13 +1459,13 @@ def test_a_batch_as_large_as_those_under_way_leaves_beside_them(monkeypatch):
     drive(main(FEW_ROWS, SPLIT_ROWS // 2))
 
 
-def test_a_flight_that_is_cancelled_between_the_halves_has_told_everybody():
+def test_a_batch_that_is_cancelled_between_the_halves_has_told_everybody():
     """What the store has said stands, whoever stops the task that was about to pass it on."""
 
     async def main() -> None:
         halves = Halves(SPLIT_ROWS)
         tasks = halves.begin()
-        halves.claims[0].add_done_callback(lambda _: next(iter(halves.group._flights)).cancel())
+        halves.claims[0].add_done_callback(lambda _: next(iter(halves.group._batches)).cancel())
         halves.hold.open()
         await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_SECONDS)
         assert {claim.result().decision for claim in halves.claims} == {Decision.ADMIT}
@@ -1506,15 +1506,15 @@ def test_a_claim_that_is_let_go_between_the_halves_is_given_back():
     drive(main())
 
 
-def test_a_flight_that_is_over_is_not_taken_for_one_that_hangs():
+def test_a_batch_that_is_over_is_not_taken_for_one_that_hangs():
     """Somebody may look out for one while its second half waits to be told."""
 
     async def main() -> None:
         halves = Halves(SPLIT_ROWS)
 
         def look_out(_: object) -> None:
-            for flight in halves.group._flights.values():
-                halves.group._pass_over(flight)
+            for batch in halves.group._batches.values():
+                halves.group._pass_over(batch)
 
         tasks = halves.begin()
         halves.claims[0].add_done_callback(look_out)

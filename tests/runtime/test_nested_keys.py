@@ -47,16 +47,6 @@ class Declined(Exception):
     """A terminal failure."""
 
 
-@pytest.fixture(params=["memory", "sqlite", "postgres"])
-def place(request, tmp_path):
-    """A store that several objects share."""
-    if request.param == "memory":
-        return MemoryStore()
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'keys.db'}"
-    return request.getfixturevalue("migrated_url")
-
-
 class Process:
     """One process with its own list of secrets; what it pays is on the shared list of payments."""
 
@@ -76,11 +66,11 @@ class Process:
 
 
 @pytest.fixture
-def make(place):
+def make(shared):
     payments, processes = [], []
 
     def made(secret, **policy):
-        processes.append(Process(place, secret, payments, **policy))
+        processes.append(Process(shared, secret, payments, **policy))
         return processes[-1]
 
     made.payments = payments

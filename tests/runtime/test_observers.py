@@ -26,4 +26,9 @@ def test_an_observer_hears_its_own_kinds_only():
         idem.run("k", int)
     assert lost.heard == []
     assert completed.heard == [EventKind.COMPLETED]
-    assert everything == [EventKind.CLAIMED, EventKind.COMPLETED]
+    assert everything == [
+        EventKind.CALLED,
+        EventKind.CLAIMED,
+        EventKind.COMPLETED,
+        EventKind.ANSWERED,
+    ]

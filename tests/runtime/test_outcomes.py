@@ -22,7 +22,7 @@ from retrysafe import (
 )
 from retrysafe.core.ports import Waits
 from retrysafe.errors import AttemptsExhausted, StoreRejected
-from retrysafe.observe import EventKind
+from retrysafe.observe import EventKind, Result
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores import Condition, MemoryStore, SqliteStore
 from tests.runtime.staged import KEY, StagedStore
@@ -477,11 +477,17 @@ def test_observers_hear_the_story_of_a_key(subject, url):
         face.run(KEY, operation, name="pay", request="r")
     for _ in range(2):
         face.run(KEY, operation, name="pay", request="r")
-    assert [(event.kind, event.attempt, event.source) for event in events] == [
-        (EventKind.CLAIMED, 1, "store"),
-        (EventKind.RELEASED, 1, "store"),
-        (EventKind.CLAIMED, 2, "store"),
-        (EventKind.COMPLETED, 2, "store"),
-        (EventKind.REPLAYED, 2, "process"),
+    assert [(event.kind, event.attempt, event.source, event.result) for event in events] == [
+        (EventKind.CALLED, 0, "store", Result.RELEASED),
+        (EventKind.CLAIMED, 1, "store", Result.RELEASED),
+        (EventKind.RELEASED, 1, "store", Result.RELEASED),
+        (EventKind.ANSWERED, 1, "store", Result.RELEASED),
+        (EventKind.CALLED, 0, "store", Result.EXECUTED),
+        (EventKind.CLAIMED, 2, "store", Result.EXECUTED),
+        (EventKind.COMPLETED, 2, "store", Result.EXECUTED),
+        (EventKind.ANSWERED, 2, "store", Result.EXECUTED),
+        (EventKind.CALLED, 0, "store", Result.REPLAYED),
+        (EventKind.REPLAYED, 2, "process", Result.REPLAYED),
+        (EventKind.ANSWERED, 2, "process", Result.REPLAYED),
     ]
     assert {(event.key, event.operation) for event in events} == {(KEY, "pay")}

@@ -10,22 +10,11 @@ from retrysafe.core.outbox.staging import entry_key
 from retrysafe.core.settings import secrets_of
 from retrysafe.errors import SecretMissing
 from retrysafe.runtime.calls import calls_of
-from retrysafe.stores import MemoryStore
 
 OLD, NEW = "the old secret of 16 or more", "the new secret of 16 or more"
 KEY = Key("k-1", caller="acme")
 # As a fleet goes through a rotation, and through its first secret.
 STAGES = [None, [OLD], [OLD, NEW], [NEW, OLD], [NEW]]
-
-
-@pytest.fixture(params=["memory", "sqlite", "postgres"])
-def place(request, tmp_path):
-    """A store that several objects share."""
-    if request.param == "memory":
-        return MemoryStore()
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'keys.db'}"
-    return request.getfixturevalue("migrated_url")
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +23,11 @@ def _no_secret_around(monkeypatch):
 
 
 @pytest.mark.parametrize("position", range(len(STAGES) - 1))
-def test_an_honest_retry_is_replayed_from_stage_to_stage(subject, place, position):
+def test_an_honest_retry_is_replayed_from_stage_to_stage(shared, subject, position):
     """Both ways, as in a deploy: and another request is refused where the secret is known."""
     for number, (first, second) in enumerate([(position, position + 1), (position + 1, position)]):
         key = Key(f"k-{number}", caller="acme")
-        made, read = (subject(place, secret=STAGES[item]) for item in (first, second))
+        made, read = (subject(shared, secret=STAGES[item]) for item in (first, second))
         runs = []
         assert made.run(key, runs.append, 7) is None
         assert read.run(key, runs.append, 7) is None
@@ -50,9 +39,9 @@ def test_an_honest_retry_is_replayed_from_stage_to_stage(subject, place, positio
         assert runs == [7]
 
 
-def test_a_fingerprint_in_the_store_is_keyed(subject, place):
+def test_a_fingerprint_in_the_store_is_keyed(shared, subject):
     """Whoever reads the store cannot try requests: a plain one is in it only without a secret."""
-    plain, keyed, other = (subject(place, secret=secret) for secret in (None, OLD, [NEW, OLD]))
+    plain, keyed, other = (subject(shared, secret=secret) for secret in (None, OLD, [NEW, OLD]))
     stored = []
     for number, face in enumerate((plain, keyed, other)):
         key = Key(f"k-{number}", caller="acme")
@@ -65,7 +54,7 @@ def test_a_fingerprint_in_the_store_is_keyed(subject, place):
     assert tags == [Secret(OLD.encode()).tag, Secret(NEW.encode()).tag]
 
 
-def made_by(place, subject, secret, key=KEY):
+def made_by(shared, subject, secret, key=KEY):
     """What an attempt of a process with this secret makes: a child key, and an entry's."""
     seen = []
 
@@ -76,7 +65,7 @@ def made_by(place, subject, secret, key=KEY):
         raise ConnectionError("again")
 
     with pytest.raises((ConnectionError, SecretMissing)) as caught:
-        subject(place, secret=secret, policy=Policy()).run(key, operation, name="pay")
+        subject(shared, secret=secret, policy=Policy()).run(key, operation, name="pay")
     if caught.type is SecretMissing:
         assert seen == []
         return None
@@ -88,31 +77,31 @@ def expected(secret, key=KEY):
     return child_key(value, key, "charge"), entry_key(value, key, "mail", 1)
 
 
-def test_child_keys_outlive_a_rotation(subject, place):
+def test_child_keys_outlive_a_rotation(shared, subject):
     """Every attempt sends the keys of the first one, whichever secret is the first by then."""
-    assert made_by(place, subject, [OLD]) == expected(OLD)
+    assert made_by(shared, subject, [OLD]) == expected(OLD)
     for secret in ([OLD, NEW], [NEW, OLD], [OLD]):
-        assert made_by(place, subject, secret) == expected(OLD)
+        assert made_by(shared, subject, secret) == expected(OLD)
     other = Key("k-2", caller="acme")
-    assert made_by(place, subject, [NEW, OLD], other) == expected(NEW, other)
+    assert made_by(shared, subject, [NEW, OLD], other) == expected(NEW, other)
     for secret in ([NEW], [OLD, NEW], [NEW, OLD]):
-        assert made_by(place, subject, secret, other) == expected(NEW, other)
+        assert made_by(shared, subject, secret, other) == expected(NEW, other)
 
 
-def test_child_keys_that_would_differ_are_refused(subject, place):
+def test_child_keys_that_would_differ_are_refused(shared, subject):
     """A process that does not know the first attempt's secret would send a second charge."""
-    assert made_by(place, subject, [NEW, OLD]) == expected(NEW)
-    assert made_by(place, subject, [OLD]) is None
-    assert made_by(place, subject, [NEW]) == expected(NEW)
+    assert made_by(shared, subject, [NEW, OLD]) == expected(NEW)
+    assert made_by(shared, subject, [OLD]) is None
+    assert made_by(shared, subject, [NEW]) == expected(NEW)
 
 
-def test_what_began_before_fingerprints_were_keyed_goes_on_with_one_secret(subject, place):
+def test_what_began_before_fingerprints_were_keyed_goes_on_with_one_secret(shared, subject):
     """Child keys were made with the secret of that time, and no list says which one that is."""
     with pytest.raises(ConnectionError):
-        subject(place).run(KEY, _fails, name="pay")
-    assert made_by(place, subject, [OLD, NEW]) is None
-    assert made_by(place, subject, [NEW, OLD]) is None
-    assert made_by(place, subject, [OLD]) == expected(OLD)
+        subject(shared).run(KEY, _fails, name="pay")
+    assert made_by(shared, subject, [OLD, NEW]) is None
+    assert made_by(shared, subject, [NEW, OLD]) is None
+    assert made_by(shared, subject, [OLD]) == expected(OLD)
 
 
 def _fails() -> None:

@@ -330,15 +330,15 @@ def test_a_cancelled_operation_keeps_the_step_that_it_had_finished(url):
 
     async def scenario(idem):
         policy = Policy(lease=timedelta(milliseconds=200))
-        parts = idem._calls.bound().parts
-        record_step = parts.store.record_step
+        loop_ports = idem._calls.bound().loop_ports
+        record_step = loop_ports.store.record_step
         writing = asyncio.Event()
 
         async def record_and_tell(write):
             writing.set()
             return await record_step(write)
 
-        parts.store.record_step = record_and_tell
+        loop_ports.store.record_step = record_and_tell
 
         async def operation():
             await current_attempt().step("charge", ran.append, "charge")
@@ -349,7 +349,7 @@ def test_a_cancelled_operation_keeps_the_step_that_it_had_finished(url):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await parts.background.settle()
+        await loop_ports.background.drain()
         stored = await idem.read("k")
         assert [item.name for item in stored.steps] == ["charge"]
         await idem.release("k", force=True)

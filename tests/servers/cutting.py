@@ -18,37 +18,25 @@ class Cut(Enum):
     AFTER = "after"
 
 
-class CuttingProxy:
-    """Forwards bytes; a connection that sends the cue while armed is cut, once per arming.
+class Forwarder:
+    """Takes connections on a free port, and forwards the bytes of each in a thread of its own."""
 
-    The cue is a piece of the statement's parameters, so that it is found whether the statement
-    was prepared before or not. A cut after it waits for the server's answer (which ends with
-    ReadyForQuery, so the commit is done) and drops it.
-    """
-
-    def __init__(self, server_port: int) -> None:
+    def __init__(self, server_port: int, host: str = "127.0.0.1") -> None:
         self._server_port = server_port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
+        self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
-        self._cue = b""
-        self._cut = Cut.BEFORE
-        self.cuts = 0
         self._is_closing = False
         self._threads: list[threading.Thread] = []
         self._accepting = threading.Thread(target=self._accept, daemon=True)
         self._accepting.start()
 
-    def arm(self, cue: bytes, cut: Cut) -> None:
-        """Cuts the next connection that sends the cue."""
-        with self._lock:
-            self._cue, self._cut = cue, cut
-
     def close(self) -> None:
         self._is_closing = True
         # Wakes the accepting thread; closing the listener under it would not.
         with contextlib.suppress(OSError):
-            socket.create_connection(("127.0.0.1", self.port), 1).close()
+            socket.create_connection(self._listener.getsockname()[:2], 1).close()
         self._accepting.join(10)
         self._listener.close()
         for thread in self._threads:
@@ -66,10 +54,34 @@ class CuttingProxy:
             thread.start()
 
     def _forward(self, client: socket.socket) -> None:
+        port = self._server_port
         with client, contextlib.suppress(OSError):
-            server = socket.create_connection(("127.0.0.1", self._server_port), 10)
+            server = socket.create_connection(("127.0.0.1", port), 10)
             with server:
                 self._copy(client, server)
+
+    def _copy(self, client: socket.socket, server: socket.socket) -> None:
+        raise NotImplementedError
+
+
+class CuttingProxy(Forwarder):
+    """Forwards bytes; a connection that sends the cue while armed is cut, once per arming.
+
+    The cue is a piece of the statement's parameters, so that it is found whether the statement
+    was prepared before or not. A cut after it waits for the server's answer (which ends with
+    ReadyForQuery, so the commit is done) and drops it.
+    """
+
+    def __init__(self, server_port: int) -> None:
+        self._cue = b""
+        self._cut = Cut.BEFORE
+        self.cuts = 0
+        super().__init__(server_port)
+
+    def arm(self, cue: bytes, cut: Cut) -> None:
+        """Cuts the next connection that sends the cue."""
+        with self._lock:
+            self._cue, self._cut = cue, cut
 
     def _copy(self, client: socket.socket, server: socket.socket) -> None:
         sent = b""

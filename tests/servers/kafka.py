@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import socket
-import subprocess
-import tempfile
-import time
 from pathlib import Path
 
-from tests.servers.postgres import START_SECONDS, free_port
+from tests.servers.process import ServerProcess
 
 
 def kafka_binary() -> Path | None:
@@ -26,22 +21,23 @@ def kafka_binary() -> Path | None:
         return None
 
 
-class KafkaServer:
+class KafkaServer(ServerProcess):
     """One broker on a free port; its topics end with it, unless a service of S3 keeps them."""
+
+    name = "Kafka"
+    end_signal = signal.SIGKILL
 
     def __init__(self, binary: Path, bucket_at: str | None = None) -> None:
         """`bucket_at` is the endpoint of a service of S3 with a bucket `tansu`."""
+        super().__init__()
         self.binary = binary
         self.bucket_at = bucket_at
-        self.folder = Path(tempfile.mkdtemp(prefix="retrysafe-kafka-"))
-        self.port = free_port()
-        self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def start(self) -> KafkaServer:
+    def launch(self, log):
         storage, environment = "memory://tansu/", dict(os.environ)
         if self.bucket_at is not None:
             storage = "s3://tansu/"
@@ -52,40 +48,7 @@ class KafkaServer:
                 "AWS_SECRET_ACCESS_KEY": "local",
                 "AWS_DEFAULT_REGION": "eu-central-1",
             }
-        with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [
-                    *(self.binary, "broker", "--storage-engine", storage),
-                    *("--listener-url", f"tcp://{self.address}"),
-                    *("--advertised-listener-url", f"tcp://{self.address}"),
-                ],
-                cwd=self.folder,
-                env=environment,
-                stdout=log,
-                stderr=log,
-            )
-        until = time.monotonic() + START_SECONDS
-        while not self._answers():
-            if self.process.poll() is not None or time.monotonic() > until:
-                text = (self.folder / "log").read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"the Kafka broker did not start:\n{text}")
-            time.sleep(0.02)
-        return self
-
-    def _answers(self) -> bool:
-        try:
-            with socket.create_connection(("127.0.0.1", self.port), 1):
-                return True
-        except OSError:
-            return False
-
-    def stop(self) -> None:
-        """Kills it by its own process id."""
-        if self.process is not None:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait(30)
-            self.process = None
-
-    def remove(self) -> None:
-        self.stop()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        listener = f"tcp://{self.address}"
+        command = (self.binary, "broker", "--storage-engine", storage, "--listener-url", listener)
+        advertised = ("--advertised-listener-url", listener)
+        return self.begin(log, (*command, *advertised), cwd=self.folder, env=environment)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import pwd
 import shutil
 import signal
-import socket
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
-START_SECONDS = 60.0
+from tests.servers.process import START_SECONDS, ServerProcess, unprivileged
 
 
 def embedded_binaries() -> Path:
@@ -32,15 +29,15 @@ def debian_binaries() -> Path | None:
     return path if (path / "postgres").exists() else None
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def takes_connections(url: str) -> bool:
+    """Whether somebody answers there as PostgreSQL does."""
+    import psycopg
 
-
-def unprivileged() -> str | None:
-    """PostgreSQL refuses to run as root; then it runs as somebody who owns nothing."""
-    return "nobody" if os.geteuid() == 0 else None
+    try:
+        psycopg.connect(url, connect_timeout=2).close()
+    except psycopg.OperationalError:
+        return False
+    return True
 
 
 def _is_alive(pid: int) -> bool:
@@ -52,20 +49,22 @@ def _is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-class PostgresServer:
+class PostgresServer(ServerProcess):
     """One server; `start` may be called again after `stop` or `kill`, on the same data."""
+
+    name = "PostgreSQL"
+    end_signal = signal.SIGINT
+    look_seconds = 0.05
 
     def __init__(
         self, binaries: Path | None = None, settings: dict[str, str] | None = None
     ) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="retrysafe-pg-"))
+        super().__init__()
         self.user = unprivileged()
-        self.port = free_port()
         self.settings = settings or {}
-        self.process: subprocess.Popen[bytes] | None = None
         self.binaries = self._reachable(binaries or embedded_binaries())
         self.data = self.folder / "data"
-        self._own(self.folder)
+        self.give_to(self.user)
         self._make_data()
 
     def _make_data(self) -> None:
@@ -85,11 +84,6 @@ class PostgresServer:
 
     def url(self, database: str = "postgres", port: int | None = None) -> str:
         return f"postgresql://retrysafe@127.0.0.1:{port or self.port}/{database}"
-
-    def _own(self, path: Path) -> None:
-        if self.user is not None:
-            entry = pwd.getpwnam(self.user)
-            os.chown(path, entry.pw_uid, entry.pw_gid)
 
     def _reachable(self, binaries: Path) -> Path:
         """The binaries where the unprivileged user can read them: a private clone may hide them."""
@@ -125,7 +119,7 @@ class PostgresServer:
         if done.returncode:
             raise RuntimeError(f"{program} failed: {done.stdout}{done.stderr}")
 
-    def start(self) -> PostgresServer:
+    def launch(self, log):
         options = {
             "listen_addresses": "127.0.0.1",
             "port": str(self.port),
@@ -135,41 +129,11 @@ class PostgresServer:
             **self.settings,
         }
         arguments = [item for name, value in options.items() for item in ("-c", f"{name}={value}")]
-        with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [self.binaries / "postgres", "-D", self.data, *arguments],
-                user=self.user,
-                cwd="/",
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self._wait_until_ready()
-        return self
+        command = (self.binaries / "postgres", "-D", self.data, *arguments)
+        return self.begin(log, command, user=self.user, cwd="/", start_new_session=True)
 
-    def _wait_until_ready(self) -> None:
-        import psycopg
-
-        until = time.monotonic() + START_SECONDS
-        while True:
-            assert self.process is not None
-            if self.process.poll() is not None:
-                log = (self.folder / "log").read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"PostgreSQL did not start:\n{log}")
-            try:
-                psycopg.connect(self.url(), connect_timeout=2).close()
-                return
-            except psycopg.OperationalError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.05)
-
-    def stop(self) -> None:
-        """Stops the server in order, by its own process id."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-            self.process.wait(30)
-        self.process = None
+    def answers(self) -> bool:
+        return takes_connections(self.url())
 
     def kill(self) -> None:
         """Kills the server with all its processes, as a power cut would."""
@@ -192,16 +156,6 @@ class PostgresServer:
             assert time.monotonic() < until, "a killed server process lives on"
             time.sleep(0.01)
         (self.data / "postmaster.pid").unlink(missing_ok=True)
-
-    def remove(self) -> None:
-        self.stop()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def __enter__(self) -> PostgresServer:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
 
 def beyond_fsync(errors: str) -> str:

@@ -3,48 +3,38 @@
 from __future__ import annotations
 
 import os
-import pwd
 import shutil
 import signal
-import socket
 import subprocess
-import tempfile
-import time
 from pathlib import Path
 
-from tests.servers.postgres import START_SECONDS, free_port
+from tests.servers.debian import from_debian
+from tests.servers.process import ServerProcess, free_port, unprivileged
 
 # The package's own scripts insist on the system's user; the broker itself does not.
-_PLACES = ("/usr/lib/rabbitmq/bin", "/usr/sbin", "/usr/local/sbin")
+_FOLDERS = ("/usr/lib/rabbitmq/bin", "/usr/sbin", "/usr/local/sbin")
 
 
 def rabbitmq_binary() -> Path | None:
     """RabbitMQ, installed from Debian's packages when this process may do that."""
-    found = _installed()
-    if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
-        environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        install = ["apt-get", "install", "-y", "--no-install-recommends", "rabbitmq-server"]
-        if subprocess.run(install, env=environment, capture_output=True, check=False).returncode:
-            subprocess.run(["apt-get", "update"], env=environment, capture_output=True, check=False)
-            subprocess.run(install, env=environment, capture_output=True, check=False)
-        found = _installed()
-    return found
+    return from_debian("rabbitmq-server", _installed)
 
 
 def _installed() -> Path | None:
-    found = shutil.which("rabbitmq-server", path=os.pathsep.join(_PLACES))
+    found = shutil.which("rabbitmq-server", path=os.pathsep.join(_FOLDERS))
     return None if found is None else Path(found)
 
 
-class RabbitMQServer:
+class RabbitMQServer(ServerProcess):
     """One broker in a temporary folder; `start` may be called again after `stop`."""
 
+    name = "RabbitMQ"
+    look_seconds = 0.1
+
     def __init__(self, binary: Path) -> None:
+        super().__init__()
         self.binary = binary
-        self.folder = Path(tempfile.mkdtemp(prefix="retrysafe-rabbitmq-"))
-        self.port = free_port()
-        self.user = "nobody" if os.geteuid() == 0 else None
-        self.process: subprocess.Popen[bytes] | None = None
+        self.user = unprivileged()
         self.names: subprocess.Popen[bytes] | None = None
         (self.folder / "enabled_plugins").write_text("[].\n")
         (self.folder / "rabbitmq.conf").write_text(
@@ -53,16 +43,13 @@ class RabbitMQServer:
             "log.console.level = warning\n"
             "log.file = false\n"
         )
-        if self.user is not None:
-            entry = pwd.getpwnam(self.user)
-            for path in (self.folder, *self.folder.iterdir()):
-                os.chown(path, entry.pw_uid, entry.pw_gid)
+        self.give_to(self.user)
 
     @property
     def url(self) -> str:
         return f"amqp://guest:guest@127.0.0.1:{self.port}/"
 
-    def start(self) -> RabbitMQServer:
+    def launch(self, log):
         names_port = free_port()
         environment = {
             "PATH": f"{self.binary.parent}:/usr/bin:/bin",
@@ -82,42 +69,22 @@ class RabbitMQServer:
             # Two schedulers are plenty for tests, and leave the machine to others.
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+S 2:2 +sbwt none",
         }
-        with (self.folder / "log").open("ab") as log:
-            # Erlang's name server. The broker would start one that outlives it.
-            self.names = subprocess.Popen(
-                ["epmd", "-port", str(names_port), "-address", "127.0.0.1"],
-                user=self.user,
-                cwd="/",
-                stdout=log,
-                stderr=log,
-            )
-            self.process = subprocess.Popen(
-                [self.binary],
-                user=self.user,
-                cwd=self.folder,
-                env=environment,
-                stdout=log,
-                stderr=log,
-                # Its own group: the broker starts helpers that must end with it.
-                start_new_session=True,
-            )
-        until = time.monotonic() + START_SECONDS
-        while not self._answers():
-            if self.process.poll() is not None or time.monotonic() > until:
-                text = (self.folder / "log").read_text(errors="replace")[-3000:]
-                raise RuntimeError(f"RabbitMQ did not start:\n{text}")
-            time.sleep(0.1)
-        return self
+        # Erlang's name server. The broker would start one that outlives it.
+        names = ("epmd", "-port", names_port, "-address", "127.0.0.1")
+        self.names = self.begin(log, names, user=self.user, cwd="/")
+        return self.begin(
+            log,
+            [self.binary],
+            user=self.user,
+            cwd=self.folder,
+            env=environment,
+            # Its own group: the broker starts helpers that must end with it.
+            start_new_session=True,
+        )
 
-    def _answers(self) -> bool:
+    def answers(self) -> bool:
         """Whether the broker speaks: it answers a wrong protocol header with the right one."""
-        try:
-            with socket.create_connection(("127.0.0.1", self.port), 1) as probe:
-                probe.settimeout(2)
-                probe.sendall(b"AMQP\x00\x00\x00\x00")
-                return probe.recv(8).startswith(b"AMQP")
-        except OSError:
-            return False
+        return self.replies(b"AMQP\x00\x00\x00\x00", b"AMQP")
 
     def stop(self) -> None:
         """Ends the processes of its own group, helpers included."""
@@ -133,7 +100,3 @@ class RabbitMQServer:
             self.names.terminate()
             self.names.wait(30)
             self.names = None
-
-    def remove(self) -> None:
-        self.stop()
-        shutil.rmtree(self.folder, ignore_errors=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
 
 import psycopg
 
-from tests.servers.cutting import readable
-from tests.servers.postgres import START_SECONDS, PostgresServer
+from tests.servers.cutting import Forwarder, readable
+from tests.servers.postgres import PostgresServer
+from tests.servers.process import START_SECONDS
 
 
 class StandbyServer(PostgresServer):
@@ -57,25 +57,17 @@ class StandbyServer(PostgresServer):
             connection.execute("SELECT pg_promote(true, 60)")
 
 
-class MovingAddress:
+class MovingAddress(Forwarder):
     """An address that leads to one of several servers, as a virtual address or a DNS name does.
 
     A connection that is open stays with its server when the address moves, unless it is cut.
     """
 
     def __init__(self, server_port: int, host: str = "127.0.0.1") -> None:
-        self._server_port = server_port
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
-        self.port: int = self._listener.getsockname()[1]
         # How many connections were made, by the port that they lead to.
         self.connections: list[int] = []
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self._lock = threading.Lock()
-        self._is_closing = False
-        self._threads: list[threading.Thread] = []
-        self._accepting = threading.Thread(target=self._accept, daemon=True)
-        self._accepting.start()
+        super().__init__(server_port, host)
 
     def move(self, server_port: int, *, cut: bool) -> None:
         """Leads new connections to another server; cuts the open ones if wanted."""
@@ -95,14 +87,7 @@ class MovingAddress:
     def close(self) -> None:
         self._is_closing = True
         self.cut()
-        # Wakes the accepting thread; closing the listener under it would not.
-        with contextlib.suppress(OSError):
-            socket.create_connection(self._listener.getsockname()[:2], 1).close()
-        self._accepting.join(10)
-        self._listener.close()
-        for thread in self._threads:
-            thread.join(10)
-            assert not thread.is_alive()
+        super().close()
 
     def __enter__(self) -> MovingAddress:
         return self
@@ -110,32 +95,18 @@ class MovingAddress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _accept(self) -> None:
-        while True:
-            client, _ = self._listener.accept()
-            if self._is_closing:
-                client.close()
-                return
-            thread = threading.Thread(target=self._forward, args=(client,), daemon=True)
-            self._threads.append(thread)
-            thread.start()
-
-    def _forward(self, client: socket.socket) -> None:
-        port = self._server_port
-        with client, contextlib.suppress(OSError):
-            server = socket.create_connection(("127.0.0.1", port), 10)
-            with server:
-                pair = (client, server)
-                with self._lock:
-                    self._pairs.append(pair)
-                    self.connections.append(port)
-                try:
-                    self._copy(*pair)
-                finally:
-                    with self._lock:
-                        self._pairs.remove(pair)
-
     def _copy(self, client: socket.socket, server: socket.socket) -> None:
+        pair = (client, server)
+        with self._lock:
+            self._pairs.append(pair)
+            self.connections.append(server.getpeername()[1])
+        try:
+            self._carry(*pair)
+        finally:
+            with self._lock:
+                self._pairs.remove(pair)
+
+    def _carry(self, client: socket.socket, server: socket.socket) -> None:
         for end in (client, server):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while not self._is_closing:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from retrysafe import GLOBAL, Key
+from retrysafe.core.listing import RecordQuery
 from retrysafe.core.machine import condition_of
 from retrysafe.core.model import (
     ClaimRequest,
@@ -23,7 +24,6 @@ from retrysafe.core.model import (
     Fingerprint,
     OperatorCommand,
     Payload,
-    RecordQuery,
     SettleKind,
     Settlement,
     Step,
@@ -272,7 +272,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         ]
         expected.sort(key=lambda record: (-record.claimed_at_ms, record.digest))
         query = RecordQuery(caller, prefix, conditions, limit)
-        found = run_sync(self.store.list_records(query))
+        found = run_sync(self.store.list_records(query)).keys
         assert [item.record for item in found] == expected[:limit]
 
     @invariant()

@@ -15,12 +15,12 @@ import psycopg
 import pytest
 
 from retrysafe import Key, StoreUnavailable
+from retrysafe.core.listing import RecordQuery
 from retrysafe.core.model import (
     ClaimAnswer,
     Decision,
     Extension,
     Payload,
-    RecordQuery,
     SettleKind,
     Step,
     StepWrite,

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from retrysafe import StoreUnavailable
+from retrysafe.core.listing import RecordQuery
 from retrysafe.core.model import (
     Condition,
     Decision,
     OperatorCommand,
     Payload,
-    RecordQuery,
     SettleKind,
 )
 from retrysafe.errors import StoreError, StoreMissing, StoreRejected

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from retrysafe.core.model import RecordQuery
+from retrysafe.core.listing import RecordQuery
 from retrysafe.errors import SchemaMissing, StoreMissing
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.sqlite import SqliteStore

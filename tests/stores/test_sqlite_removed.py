@@ -20,7 +20,8 @@ from retrysafe import (
     StoreUnavailable,
     current_attempt,
 )
-from retrysafe.core.model import Decision, OperatorCommand, RecordQuery, SettleKind
+from retrysafe.core.listing import RecordQuery
+from retrysafe.core.model import Decision, OperatorCommand, SettleKind
 from retrysafe.errors import SchemaMissing, StepNotStored, StoreMissing
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores import SqliteStore

@@ -10,9 +10,10 @@ from retrysafe import FOREVER, Idempotency
 from retrysafe.contrib.celery import OnceTask, once
 from tests.tasks import work
 
+BROKER = os.environ.get("RETRYSAFE_TEST_BROKER", "")
 app = Celery(
     "shop",
-    broker=os.environ.get("RETRYSAFE_TEST_BROKER"),
+    broker=BROKER,
     backend=os.environ.get("RETRYSAFE_TEST_BACKEND"),
 )
 app.conf.update(
@@ -22,7 +23,10 @@ app.conf.update(
         "polling_interval": 0.1,
         # A worker that is killed while it looks for lost messages keeps all others from it so long.
         "unacked_mutex_expire": 2,
+        **({"region": "eu-central-1", "wait_time_seconds": 1} if BROKER.startswith("sqs") else {}),
     },
+    # SQS has no way to send one message to all workers.
+    worker_enable_remote_control=not BROKER.startswith("sqs"),
     broker_connection_retry_on_startup=True,
     worker_prefetch_multiplier=1,
     redis_backend_health_check_interval=0,

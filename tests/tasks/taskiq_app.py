@@ -55,8 +55,15 @@ async def flaky(name: str, tries: int):
 
 @asynccontextmanager
 async def transaction():
-    with work.transaction() as connection:
+    # In threads: in the loop it would wait for another task of that loop, for ever.
+    manager = work.transaction()
+    connection = await asyncio.to_thread(manager.__enter__)
+    try:
         yield connection
+    except BaseException as error:
+        await asyncio.to_thread(manager.__exit__, type(error), error, error.__traceback__)
+        raise
+    await asyncio.to_thread(manager.__exit__, None, None, None)
 
 
 @broker.task

@@ -10,15 +10,29 @@ import pytest
 from retrysafe import Key
 from tests.tasks.scene import Elsewhere, Scene
 
-BROKERS = ["redis", "rabbitmq"]
+# Each broker once, and each pool of workers.
+PAIRS = [
+    ("redis", "gevent"),
+    ("rabbitmq", "prefork"),
+    ("sqs", "threads"),
+    pytest.param(("redis", "prefork"), marks=pytest.mark.long),
+]
 
 
-@pytest.fixture(params=BROKERS)
+def broker_url(name, request):
+    if name == "rabbitmq":
+        return request.getfixturevalue("rabbitmq").url
+    server = request.getfixturevalue("moto_server")
+    return server.endpoint.replace("http://", "sqs://local:local@")
+
+
+@pytest.fixture(params=PAIRS, ids="-".join)
 def scene(request, tmp_path, valkey_server, monkeypatch):
     queue = f"q{uuid.uuid4().hex[:8]}"
-    backend = valkey_server.url(BROKERS.index(request.param))
-    is_redis = request.param == "redis"
-    broker = backend if is_redis else request.getfixturevalue("rabbitmq").url
+    name, pool = request.param
+    backend = valkey_server.url(request.param_index)
+    is_redis = name == "redis"
+    broker = backend if is_redis else broker_url(name, request)
     environment = {
         "RETRYSAFE_TEST_BROKER": broker,
         "RETRYSAFE_TEST_BACKEND": backend,
@@ -30,19 +44,23 @@ def scene(request, tmp_path, valkey_server, monkeypatch):
 
     importlib.reload(work)
     made.tasks = importlib.reload(celery_app)
-    made.is_redis = is_redis
+    made.is_redis, made.pool = is_redis, pool
     with made.tasks.app.connection_for_read() as connection:
         made.channel = connection.default_channel
         yield made
+        if name == "sqs":
+            made.channel.sqs().close()
     made.tasks.app.close()
     made.tasks.idem.close()
     made.close()
 
 
-def worker(scene, *, hangs=False, pool="prefork"):
+def worker(scene, *, hangs=False):
+    # With gevent, Celery looks for messages every two seconds while it has none.
+    concurrency = "20" if scene.pool == "gevent" else "4"
     return scene.start(
-        *("celery", "-A", "tests.tasks.celery_app", "worker", "--concurrency", "4"),
-        *("--pool", pool, "--without-gossip", "--without-mingle", "--loglevel", "INFO"),
+        *("celery", "-A", "tests.tasks.celery_app", "worker", "--concurrency", concurrency),
+        *("--pool", scene.pool, "--without-gossip", "--without-mingle", "--loglevel", "INFO"),
         hangs=hangs,
     )
 
@@ -83,6 +101,8 @@ def test_killed_and_restarted_workers_do_each_task_once(scene):
 
     chord([tasks.charge.s(name="one"), tasks.charge.s(name="two")])(tasks.total.s())
     second = worker(scene)
+    # As the worker says it of itself: "thread" for threads.
+    scene.until(lambda: f"({scene.pool.rstrip('s')})" in scene.logs(), "it runs in that pool")
     scene.until(lambda: scene.lines("total"), "the chord's body ran")
     scene.until(lambda: "comes back" in scene.logs(), "the busy one is sent back")
     elsewhere.end()

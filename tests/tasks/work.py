@@ -16,6 +16,8 @@ from retrysafe import FOREVER, Policy
 from tests.consumers.handlers import note, transaction
 
 HANGS = bool(os.environ.get("RETRYSAFE_TEST_TASKS_HANG"))
+# What each task takes at least, so that a worker is mostly killed inside of one.
+LEAST_SECONDS = float(os.environ.get("RETRYSAFE_TEST_TASK_SECONDS", "0"))
 STORE = f"sqlite:///{os.environ.get('RETRYSAFE_TEST_SHOP', 'unused.db')}"
 POLICY = Policy(lease=timedelta(seconds=2), active_window=FOREVER)
 __all__ = ("HANGS", "POLICY", "STORE", "do", "fail_until", "hang", "order", "transaction")
@@ -31,8 +33,9 @@ def hang(where, name, wish):
 def do(name, seconds=0.0, wish=None):
     """The effect outside of any database."""
     hang("before", name, wish)
-    time.sleep(seconds)
+    time.sleep(seconds or LEAST_SECONDS)
     note("effect", name)
+    time.sleep(LEAST_SECONDS)
     hang("after", name, wish)
     return {"name": name}
 
@@ -40,6 +43,7 @@ def do(name, seconds=0.0, wish=None):
 def order(connection, name, wish=None):
     """The effect inside the transaction."""
     connection.execute("INSERT INTO orders VALUES (?)", (name,))
+    time.sleep(LEAST_SECONDS)
     hang("after", name, wish)
 
 

@@ -14,8 +14,10 @@ from typer.core import TyperGroup
 from retrysafe import __version__
 from retrysafe.cli import (
     consume,
+    dashboard,
     demo,
     doctor,
+    key_actions,
     keys,
     migrate,
     natural_keys,
@@ -101,6 +103,7 @@ app.command("worker")(worker.worker)
 app.command("relay")(relay.relay)
 app.command("consume")(consume.consume)
 app.command("sweep")(sweep.sweep)
+app.command("dashboard")(dashboard.dashboard)
 app.command("demo")(demo.demo)
 
 
@@ -132,11 +135,13 @@ def root(
 
 
 keys.app.command("natural")(natural_keys.natural)
+keys.app.command("release")(key_actions.release_key)
+keys.app.command("expire")(key_actions.expire_key)
 
 
 @keys.app.callback(invoke_without_command=True)
 def keys_root(context: typer.Context) -> None:
-    """Look at keys, and release or expire one."""
+    """Look at keys, and release or expire them."""
     _help_without_command(context)
 
 

@@ -14,7 +14,7 @@ from retrysafe.stores.postgres.urls import without_password
 
 DEFAULT_STORE: Final = "sqlite:///var/demo.db"
 # What the extra brings; anything else that is missing is a fault that must show.
-_EXTRA: Final = frozenset({"fastapi", "starlette", "pydantic", "uvicorn"})
+_EXTRA: Final = frozenset({"fastapi", "starlette", "pydantic", "uvicorn", "jinja2"})
 
 
 @options.examples(
@@ -31,6 +31,15 @@ def demo(
         str,
         typer.Option("--store", metavar="URL", help="Use this store; its schema is made for you."),
     ] = DEFAULT_STORE,
+    dashboard_token: Annotated[
+        str | None,
+        typer.Option(
+            "--dashboard-token",
+            metavar="TOKEN",
+            help="Who signs in to the dashboard with this token may release and expire keys.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Serve a small API over HTTP whose every POST may be sent twice.
@@ -39,7 +48,8 @@ def demo(
     store, and it goes on where it ended, also after a crash.
     """
     try:
-        from retrysafe.cli.demo_server import PortTaken, serve  # noqa: PLC0415 — needs the extra.
+        from retrysafe.cli.demo_server import serve  # noqa: PLC0415 — needs the extra.
+        from retrysafe.cli.loopback_server import PortTaken  # noqa: PLC0415
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _EXTRA:
             raise
@@ -53,7 +63,7 @@ def demo(
     try:
         # Only to a terminal: a pipe that nobody reads would hold the server up when it is full.
         log = output.line if not is_json and sys.stdout.isatty() else None
-        serve(store, port, lambda url: _greet(url, store, as_json=is_json), log)
+        serve(store, port, lambda url: _greet(url, store, as_json=is_json), log, dashboard_token)
     except PortTaken as error:
         raise Problem("PortTaken", str(error), ExitCode.REFUSED) from error
 
@@ -69,7 +79,7 @@ def _make_folder() -> None:
 
 
 def _greet(url: str, store: str, *, as_json: bool) -> None:
-    from retrysafe.demo.app import curl_lines  # noqa: PLC0415 — needs the extra.
+    from retrysafe.demo.playground import curl_lines  # noqa: PLC0415 — needs the extra.
 
     shown = without_password(store)
     if as_json:
@@ -80,4 +90,5 @@ def _greet(url: str, store: str, *, as_json: bool) -> None:
         f"retrysafe demo: {url} on {shown}; Ctrl-C ends it.\n\n"
         f"First call, replay, mismatch:\n\n{lines}\n\n"
         f"What was executed: {url}/effects   Policy: {url}/idempotency-policy   All calls: {url}/\n"
+        f"Dashboard: {url}/retrysafe/   In a browser, begin at {url}/\n"
     )

@@ -132,6 +132,19 @@ def detail(stored: StoredKey, document: dict[str, Any]) -> list[Any]:
     return parts
 
 
+def actions(document: dict[str, Any]) -> list[Any]:
+    """What operators did, oldest first."""
+    parts: list[Any] = []
+    for action in document["actions"]:
+        title = f"{action['command']} at {action['acted_at']} by {action['operator'] or '-'}"
+        told = f"it was {action['condition_before']}; {action['reason'] or 'no reason was given'}"
+        parts += [
+            Text("\n" + output.safe(title), style="bold"),
+            Padding(output.cell(told), (0, 0, 0, 2), expand=False),
+        ]
+    return parts
+
+
 def endings(document: dict[str, Any], outcomes: Sequence[StoredOutcome]) -> list[Any]:
     """The audit, oldest first."""
     parts: list[Any] = []

@@ -21,6 +21,8 @@ from retrysafe.stores.opening import open_store
 
 # People at a terminal and scripts with a deadline want to hear of a lock soon.
 BUSY_SECONDS: Final = 5.0
+# With the start of the program, an answer within a second.
+SEARCH_SECONDS: Final = 0.4
 
 StoreUrl = Annotated[
     str | None,
@@ -68,6 +70,16 @@ IsGlobal = Annotated[
     bool, typer.Option("--global", help="The key is in the namespace shared by all callers.")
 ]
 KeyText = Annotated[str, typer.Argument(metavar="KEY", help="The key.", show_default=False)]
+Within = Annotated[
+    float,
+    typer.Option(
+        "--within",
+        min=0,
+        max=3_600,
+        metavar="SECONDS",
+        help="How long to search where no index leads; 0 searches everything.",
+    ),
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 

@@ -32,6 +32,7 @@ TAKES: Final = {
     "--port": "a whole number from 0 to 65,535",
     "--rounds": "a whole number from 1 to 1,000,000",
     "--pause-ms": "a whole number of milliseconds from 0 to 60,000",
+    "--within": "a number of seconds from 0 to 3,600",
     "--busy-timeout": "a number of seconds, 0 or more",
     "--condition": f"one of {', '.join(item for item in Condition if item != Condition.ABSENT)}",
     "--state": f"one of {', '.join(EntryCondition)}",

@@ -1,4 +1,4 @@
-"""Progress of work whose end nobody knows: it moves, and its counts are beside it."""
+"""Progress of long work: a bar that moves, or fills up where the end is known, and its counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from retrysafe.cli import output
 
 @contextmanager
 def shown_progress(
-    doing: str, counted: Mapping[str, str], *, is_quiet: bool, is_service: bool = False
+    doing: str,
+    counted: Mapping[str, str],
+    *,
+    is_quiet: bool,
+    is_service: bool = False,
+    total: int | None = None,
 ) -> Iterator[Callable[[Any], None]]:
     """Gives what shows a report; `counted` has the word for each of its numbers."""
     screen = output.console(stderr=True)
@@ -32,9 +37,11 @@ def shown_progress(
     )
     with progress:
         fields: dict[str, Any] = dict.fromkeys(counted, 0)
-        task = progress.add_task("", total=None, **fields)
+        task = progress.add_task("", total=total, **fields)
 
         def show(report: Any) -> None:
-            progress.update(task, **{name: getattr(report, name) for name in counted})
+            now = {name: getattr(report, name) for name in counted}
+            done = sum(now.values()) if total is not None else None
+            progress.update(task, completed=done, **now)
 
         yield show

@@ -14,7 +14,7 @@ import typer
 from retrysafe.cli import options, output
 from retrysafe.cli.progress import shown_progress
 from retrysafe.core.model import SweepReport
-from retrysafe.core.pace import rest_within_walk
+from retrysafe.core.pace import rest_of_command
 from retrysafe.core.ports import Store
 from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
@@ -43,7 +43,8 @@ def sweep(
             "--pause-ms",
             min=0,
             max=60_000,
-            help="Time for others between two rounds; if not given, four times the round's own.",
+            help="Time for others between two rounds; if not given, four times the round's "
+            "own, and none after a round that found nothing.",
         ),
     ] = None,
     forever: Annotated[
@@ -109,7 +110,8 @@ def _swept(
             if not report.has_more or rounds_done == rounds:
                 return total, rounds_done
             # A fixed pause is short just when the store is busy and rounds take long.
-            time.sleep(rest_within_walk(took_seconds) if pause_ms is None else pause_ms / 1000)
+            rest = rest_of_command(report, took_seconds) if pause_ms is None else pause_ms / 1000
+            time.sleep(rest)
 
 
 def _swept_forever(store: Store, *, is_quiet: bool) -> tuple[SweepReport, int]:

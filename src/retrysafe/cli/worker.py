@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -17,6 +17,7 @@ import typer
 
 from retrysafe.async_idempotency import AsyncIdempotency
 from retrysafe.cli import options, output
+from retrysafe.cli.applications import Application, named_application, routed, started_worker
 from retrysafe.cli.modules import imported
 from retrysafe.cli.problems import ExitCode, usage
 from retrysafe.cli.targets import check_target, chosen_target
@@ -34,11 +35,13 @@ from retrysafe.workers.worker import AsyncDuty, AsyncWorker, Duty, Worker
 # How often a worker that runs says what it has done since.
 _PROGRESS_SECONDS: Final = 1.0
 _SECONDS: Final = {"metavar": "SECONDS"}
-Close = Callable[[], Awaitable[Any]]
+# By where they were found.
+Objects = dict[str, Idempotency | AsyncIdempotency]
 
 
 @options.examples(
     "retrysafe worker --import shop.operations",
+    "retrysafe worker --app shop.main:app",
     "retrysafe worker --store sqlite:///app.db --import shop.operations:idem --once --json",
     "retrysafe worker --store postgresql://app@db/app --target https://example.com/hooks",
 )
@@ -51,6 +54,16 @@ def worker(
             "--import",
             metavar="MODULE[:NAME]",
             help="Where your Idempotency objects and their resumable operations are; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    app: Annotated[
+        str | None,
+        typer.Option(
+            "--app",
+            metavar="MODULE:APP",
+            help="Your ASGI or WSGI application: requests of its resumable routes are sent through "
+            "it again. An ASGI application is started and stopped by its lifespan.",
             show_default=False,
         ),
     ] = None,
@@ -100,9 +113,9 @@ def worker(
 ) -> None:
     """Finish abandoned operations, report those that nobody can finish, and sweep.
 
-    Any number of workers may run at once. Resumable operations are run again under their keys, from
-    their last step. Without --import nothing is run. SIGTERM and Ctrl-C let what is under way end;
-    a second one ends at once.
+    Any number of workers may run at once. Resumable operations and requests are run again under
+    their keys, from their last step. Without --import and --app nothing is run. SIGTERM and Ctrl-C
+    let what is under way end; a second one ends at once.
     """
     is_json = options.is_json(context, as_json)
     policy = WorkerPolicy(
@@ -114,9 +127,10 @@ def worker(
     if target is not None:
         check_target(target)
     objects = _objects(modules or [])
-    if not objects or target is not None:
+    application = None if app is None else named_application(app)
+    if not (objects or application) or target is not None:
         store = options.required_url(store)
-    with _workplace(store, objects, policy, busy_timeout) as place:
+    with _workplace(store, objects, application, policy, busy_timeout) as place:
         if target is not None:
             place.add_relay(target)
         made = Worker(place.duties)
@@ -146,9 +160,9 @@ def _counted(counts: Mapping[str, Any]) -> str:
 # Whose operations they are.
 
 
-def _objects(names: list[str]) -> dict[str, Idempotency | AsyncIdempotency]:
+def _objects(names: list[str]) -> Objects:
     """The objects that the modules hold, by where they were found first."""
-    found: dict[str, Idempotency | AsyncIdempotency] = {}
+    found: Objects = {}
     for name in names:
         module_name, mark, attribute = name.partition(":")
         module = imported(module_name)
@@ -194,11 +208,54 @@ class _StoreWorkers:
         store = self.named
         assert store is not None  # Without one, the command was refused.
 
-        def make() -> tuple[AsyncRelay, Close | None]:
+        @asynccontextmanager
+        async def opened() -> AsyncIterator[AsyncRelay]:
             target = chosen_target(url)
-            return AsyncRelay(store, target), getattr(target, "close", None)
+            try:
+                yield AsyncRelay(store, target)
+            finally:
+                close = getattr(target, "close", None)
+                if close is not None:
+                    await close()
 
-        self.duties["relay"] = _InLoop(make)
+        self.duties["relay"] = _InLoop(opened)
+
+    def add_application(
+        self, application: Application | None, objects: Objects, policy: WorkerPolicy
+    ) -> Objects:
+        """Adds an application; gives the objects that are left to be worked for.
+
+        An ASGI application is worked for in a loop of its own, where its objects are found once it
+        has started, and objects for event loops that were imported beside.
+        """
+        if application is None:
+            return objects
+        if not application.is_async:
+            known = list(objects.values())
+            found = enumerate(routed(Idempotency, application.name), 1)
+            return objects | {
+                f"{application.name} {number}": item
+                for number, item in found
+                if not any(item is other for other in known)
+            }
+        beside = [item for item in objects.values() if isinstance(item, AsyncIdempotency)]
+        rest: Objects = {
+            name: item for name, item in objects.items() if isinstance(item, Idempotency)
+        }
+        started = partial(started_worker, application, beside, policy)
+        self.duties["app" if rest else ""] = _InLoop(started)
+        return rest
+
+    def add_objects(self, objects: Objects, policy: WorkerPolicy, app: Any) -> None:
+        """Works for the operations of objects, and for the routes that they have in `app`."""
+        for name, idempotency in objects.items():
+            prefix = "" if len(objects) == 1 and not self.duties else f"{name} "
+            if isinstance(idempotency, AsyncIdempotency):
+                made = _InLoop(partial(_opened, idempotency, policy))
+                self.duties[prefix.strip()] = made
+            else:
+                duties = idempotency.worker(policy, app=app).duties
+                self.duties |= {f"{prefix}{key}": duty for key, duty in duties.items()}
 
     def reports(self) -> dict[str, Any]:
         """What was done so far, by duty."""
@@ -217,28 +274,28 @@ class _StoreWorkers:
 @contextmanager
 def _workplace(
     url: str | None,
-    objects: dict[str, Idempotency | AsyncIdempotency],
+    objects: Objects,
+    application: Application | None,
     policy: WorkerPolicy,
     busy_seconds: float,
 ) -> Iterator[_StoreWorkers]:
     """The duties of all objects, and of the store that was named; closes them in the end."""
     place = _StoreWorkers()
+    objects = place.add_application(application, objects, policy)
+    for name, idempotency in objects.items():
+        if not _calls(idempotency).operations.resumables.by_name:
+            output.note(f"{name} declares no resumable operation: its keys are only reported")
     if url:
         named = place.named = options.chosen_store(url, busy_seconds, create=False)
-        if _location(named) not in [_location(_calls(each).store) for each in objects.values()]:
+        known = [_location(_calls(each).store) for each in objects.values()]
+        # The stores of an application are known when it has started; --store is for --target then.
+        if _location(named) not in known and application is None:
             if objects:
                 output.note(f"{url} is another store than that of the modules: both are tended")
             # Nothing is run there: only their own module knows the operations of its keys.
             objects = {**objects, url: Idempotency(named, caller=GLOBAL)}
-    for name, idempotency in objects.items():
-        prefix = "" if len(objects) == 1 else f"{name} "
-        if isinstance(idempotency, AsyncIdempotency):
-            place.duties[prefix.strip()] = _InLoop(partial(_made, idempotency, policy))
-        else:
-            duties = idempotency.worker(policy).duties
-            place.duties |= {f"{prefix}{key}": duty for key, duty in duties.items()}
-        if name != url and not _calls(idempotency).operations.resumables.by_name:
-            output.note(f"{name} declares no resumable operation: its keys are only reported")
+    is_blocking = application is not None and not application.is_async
+    place.add_objects(objects, policy, application.app if application and is_blocking else None)
     try:
         yield place
     finally:
@@ -249,14 +306,22 @@ def _workplace(
             run_sync(place.named.close())
 
 
-def _made(idempotency: AsyncIdempotency, policy: WorkerPolicy) -> tuple[AsyncWorker, Close | None]:
-    return idempotency.worker(policy), idempotency.close
+@asynccontextmanager
+async def _opened(
+    idempotency: AsyncIdempotency, policy: WorkerPolicy
+) -> AsyncIterator[AsyncWorker]:
+    try:
+        yield idempotency.worker(policy)
+    finally:
+        await idempotency.close()
 
 
 class _InLoop:
     """A worker or a relay for event loops, in a loop of its own."""
 
-    def __init__(self, make: Callable[[], tuple[AsyncWorker | AsyncDuty, Close | None]]) -> None:
+    def __init__(
+        self, make: Callable[[], AbstractAsyncContextManager[AsyncWorker | AsyncDuty]]
+    ) -> None:
         self._make = make
         self._made: AsyncWorker | AsyncDuty | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -279,16 +344,12 @@ class _InLoop:
     async def _worked(self, *, is_draining: bool) -> None:
         # Made inside the loop that it belongs to.
         self._loop = asyncio.get_running_loop()
-        made, close = self._make()
-        self._made = made
-        try:
+        async with self._make() as made:
+            self._made = made
             if is_draining:
                 await (made.run_once() if isinstance(made, AsyncWorker) else made.drain())
             elif not self._is_stopped:
                 await made.run()
-        finally:
-            if close is not None:
-                await close()
 
     def stop(self) -> None:
         """Ends `run`; comes from a signal's function or another thread."""

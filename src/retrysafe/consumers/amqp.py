@@ -7,18 +7,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from retrysafe.consumers.amqp_frames import DELIVER, HEAD, HEADER, METHOD, mended
 from retrysafe.consumers.amqp_queue import (
     CONNECT_SECONDS,
     SETTLE_SECONDS,
     WAIT_SECONDS,
     AmqpQueue,
 )
-from retrysafe.consumers.broker import readable
 from retrysafe.consumers.message import Message
 from retrysafe.extras import missing_extra
 
 try:
     import aio_pika
+    import pamqp.frame
     from aio_pika.abc import (
         AbstractChannel,
         AbstractConnection,
@@ -26,8 +27,69 @@ try:
         AbstractQueue,
     )
     from aio_pika.exceptions import ChannelNotFoundEntity
+    from aiormq.connection import TCPTransportFactory, TLSTransportFactory, TransportFactory
 except ModuleNotFoundError as error:
     raise missing_extra(__name__, "rabbitmq", error) from error
+
+
+class _Frames:
+    """The stream that the library reads, with frames mended that it could not read."""
+
+    def __init__(self, stream: asyncio.StreamReader) -> None:
+        self._stream = stream
+        self._ready = b""
+        # Whether the rest of a frame comes next, as it is.
+        self._is_within = False
+
+    def at_eof(self) -> bool:
+        """Whether there is no more."""
+        return not self._ready and self._stream.at_eof()
+
+    async def read(self) -> bytes:
+        """The rest."""
+        ready, self._ready = self._ready, b""
+        return ready + await self._stream.read()
+
+    async def readexactly(self, count: int) -> bytes:
+        """The next bytes, of one frame at most."""
+        if not self._ready:
+            if self._is_within:
+                self._is_within = False
+                return await self._stream.readexactly(count)
+            await self._begin()
+        given, self._ready = self._ready[:count], self._ready[count:]
+        return given
+
+    async def _begin(self) -> None:
+        head = await self._stream.readexactly(HEAD.size)
+        kind, _, size = HEAD.unpack(head)
+        if kind not in (METHOD, HEADER):
+            self._ready, self._is_within = head, True
+            return
+        frame = head + await self._stream.readexactly(size + 1)
+        self._ready = frame
+        if kind == HEADER or frame.startswith(DELIVER, HEAD.size):
+            try:
+                # The library does it once more: it has no place for another who does.
+                pamqp.frame.unmarshal(frame)
+            except Exception as error:
+                self._ready = mended(frame, error)
+
+
+class _Transport(TransportFactory):
+    """The library's own connections, read through `_Frames`."""
+
+    async def create(self, url: Any, **options: Any) -> Any:
+        """Connects."""
+        factory = TLSTransportFactory if url.scheme == "amqps" else TCPTransportFactory
+        reader, writer = await factory().create(url, **options)
+        return _Frames(reader), writer
+
+
+class _Connection(aio_pika.Connection):
+    def __init__(self, url: Any, **options: Any) -> None:
+        super().__init__(url, **options)
+        self.kwargs["transport_factory"] = _Transport()
 
 
 class RabbitQueue(AmqpQueue):
@@ -53,11 +115,16 @@ class RabbitQueue(AmqpQueue):
         """Connects; raises `InvalidInput` for a queue that is not there."""
         self._start()
         try:
-            self._connection = await aio_pika.connect(self._server_url, timeout=CONNECT_SECONDS)
+            self._connection = await self._connected()
             await self._require_queue()
         except BaseException:
             await self.close()
             raise
+
+    async def _connected(self) -> _Connection:
+        return await aio_pika.connect(
+            self._server_url, timeout=CONNECT_SECONDS, connection_class=_Connection
+        )
 
     async def _is_there(self, name: str) -> bool:
         assert self._connection is not None  # Opened before.
@@ -84,12 +151,10 @@ class RabbitQueue(AmqpQueue):
             return []
         while len(found) < limit and not arrived.empty():
             found.append(arrived.get_nowait())
-        return readable(
-            found,
-            lambda each: self._message_of(
-                each.body, each.headers or {}, each.message_id, (each, channel)
-            ),
-        )
+        return [
+            self._message_of(each.body, each.headers or {}, each.message_id, (each, channel))
+            for each in found
+        ]
 
     async def _is_consuming(self) -> bool:
         """False also when the broker has ended it, as when the queue is deleted or moves."""
@@ -102,7 +167,7 @@ class RabbitQueue(AmqpQueue):
         # Not the kind that mends itself: a message must be settled on the channel that brought it.
         # `is_closed` says only that this end has closed it.
         if self._connection is None or not self._connection.connected.is_set():
-            self._connection = await aio_pika.connect(self._server_url, timeout=CONNECT_SECONDS)
+            self._connection = await self._connected()
             self._publishing = None
         if self._channel is None or self._channel.is_closed:
             # What came over the old channel is delivered again.
@@ -136,15 +201,20 @@ class RabbitQueue(AmqpQueue):
     def _headers_of(message: Message) -> Mapping[str, Any]:
         return message.receipt[0].headers or {}
 
+    def _frame_max(self) -> int:
+        transport: Any = self._connection and self._connection.transport
+        return int(transport.connection.connection_tune.frame_max) if transport else 0
+
     async def _declare(self, name: str, arguments: dict[str, Any] | None = None) -> None:
         channel = await self._publisher()
         await channel.declare_queue(name, durable=True, arguments=arguments)
 
-    async def _publish_copy(self, message: Message, name: str, headers: dict[str, Any]) -> None:
+    @staticmethod
+    def _copy(message: Message, headers: dict[str, Any]) -> aio_pika.Message:
         found: AbstractIncomingMessage = message.receipt[0]
         copy = aio_pika.Message(
             found.body,
-            headers={name: _encodable(value) for name, value in headers.items()},
+            headers=_encodable(headers),
             message_id=found.message_id,
             content_type=found.content_type,
             content_encoding=found.content_encoding,
@@ -155,6 +225,15 @@ class RabbitQueue(AmqpQueue):
             timestamp=found.timestamp,
             delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
         )
+        # The library makes 0 of none, which takes a byte that may not be there.
+        copy.priority = found.priority or None
+        return copy
+
+    @staticmethod
+    def _size(copy: aio_pika.Message) -> int:
+        return len(copy.properties.marshal())
+
+    async def _publish(self, copy: aio_pika.Message, name: str) -> None:
         channel = await self._publisher()
         await channel.default_exchange.publish(copy, name, mandatory=True)
 

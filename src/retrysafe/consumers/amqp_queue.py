@@ -8,16 +8,21 @@ know a library: `amqp` and `pika` do.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
+from retrysafe.consumers.amqp_copies import Size, buried, returning, text_of
+from retrysafe.consumers.amqp_frames import UNREADABLE
 from retrysafe.consumers.broker import Buffer, count_of, not_buried
 from retrysafe.consumers.message import Message
 from retrysafe.consumers.verdict import Action, Verdict
 from retrysafe.errors import InvalidInput
+
+_logger = logging.getLogger("retrysafe.consumers")
 
 CONNECT_SECONDS: Final = 10.0
 # For everything that it takes to settle one message, or to tell the broker of a stop.
@@ -37,6 +42,9 @@ _DELIVERIES: Final = "retrysafe-deliveries"
 # How often a quorum queue has requeued a message; a copy is a new message.
 _REQUEUED: Final = "x-delivery-count"
 _REASON: Final = "retrysafe-reason"
+# What a frame has beside the properties: its own ends, and the size of the body.
+_FRAME_BYTES: Final = 8 + 12
+_NAMED_HEADERS: Final = 10
 
 
 class AmqpQueue:
@@ -82,8 +90,22 @@ class AmqpQueue:
         """Makes a durable queue where there is none."""
         raise NotImplementedError
 
-    async def _publish_copy(self, message: Message, name: str, headers: dict[str, Any]) -> None:
-        """Publishes a persistent copy to a queue; raises unless the broker confirms it."""
+    @staticmethod
+    def _copy(message: Message, headers: dict[str, Any]) -> Any:
+        """A persistent copy with these headers, as the library publishes it."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _size(copy: Any) -> int:
+        """How many bytes its properties have; raises for what the library cannot write."""
+        raise NotImplementedError
+
+    def _frame_max(self) -> int:
+        """How large a frame may be on this connection; 0 without a limit."""
+        raise NotImplementedError
+
+    async def _publish(self, copy: Any, name: str) -> None:
+        """Publishes a copy to a queue; raises unless the broker confirms it."""
         raise NotImplementedError
 
     async def _publisher(self) -> Any:
@@ -120,10 +142,21 @@ class AmqpQueue:
     def _message_of(
         body: bytes, given: Mapping[str, Any], message_id: str | None, receipt: tuple[Any, Any]
     ) -> Message:
-        headers = {name: _text(value) for name, value in given.items()}
+        unreadable = given.get(UNREADABLE)
+        try:
+            headers = {name: text_of(value) for name, value in given.items()}
+        except RecursionError as error:
+            headers, unreadable = {}, repr(error)
         # Ours counts retries, the broker's what was requeued, by quorum queues only.
         before = sum(count_of(headers.get(name, "0")) for name in (_DELIVERIES, _REQUEUED))
-        return Message(body, headers, identity=message_id, deliveries=before + 1, receipt=receipt)
+        return Message(
+            body,
+            headers,
+            identity=message_id,
+            deliveries=before + 1,
+            receipt=receipt,
+            unreadable=None if unreadable is None else str(unreadable),
+        )
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -186,17 +219,47 @@ class AmqpQueue:
 
     async def _move(self, message: Message, verdict: Verdict) -> None:
         """Publishes a copy where it belongs, and waits for the broker's confirm."""
-        headers: dict[str, Any] = dict(self._headers_of(message))
-        headers.pop(_REQUEUED, None)
         if verdict.action is Action.DEAD_LETTER:
-            headers[_REASON] = verdict.reason
-            name = await self._dead_letter_queue()
-        else:
-            headers[_DELIVERIES] = message.deliveries
-            # It may have been removed since the last time.
-            name, arguments = self._waiting_room(verdict.delay)
-            await self._declare(name, arguments)
-        await self._publish_copy(message, name, headers)
+            await self._bury(message, verdict.reason)
+            return
+        headers = returning(
+            self._given(message), {_DELIVERIES: message.deliveries}, *self._bounds(message)
+        )
+        if headers is None:
+            await self._bury(message, f"its headers do not fit into a copy; {verdict.reason}")
+            return
+        # It may have been removed since the last time.
+        name, arguments = self._waiting_room(verdict.delay)
+        await self._declare(name, arguments)
+        await self._publish(self._copy(message, headers), name)
+
+    async def _bury(self, message: Message, reason: str) -> None:
+        given = self._given(message)
+        name = await self._dead_letter_queue()
+        headers = buried(given, {_REASON: reason}, *self._bounds(message))
+        dropped = [each for each in given if each not in headers]
+        if dropped:
+            _logger.error(
+                "the dead letter of %s lacks %d headers, which cannot be sent: %s",
+                *(message.identity, len(dropped), dropped[:_NAMED_HEADERS]),
+            )
+        await self._publish(self._copy(message, headers), name)
+
+    def _given(self, message: Message) -> dict[str, Any]:
+        headers = dict(self._headers_of(message))
+        headers.pop(_REQUEUED, None)
+        return headers
+
+    def _bounds(self, message: Message) -> tuple[Size, float]:
+        """How large a copy's properties are, and how large they may be."""
+
+        def size(headers: dict[str, Any]) -> float:
+            try:
+                return self._size(self._copy(message, headers))
+            except Exception:
+                return math.inf
+
+        return size, (self._frame_max() or math.inf) - _FRAME_BYTES
 
     async def _dead_letter_queue(self) -> str:
         """Makes it where it is not; one that is there may have other arguments than ours."""
@@ -218,7 +281,3 @@ class AmqpQueue:
             "x-expires": wait_ms + _IDLE_MS,
         }
         return f"{self._name}.retry.{wait_ms}", arguments
-
-
-def _text(value: Any) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -92,6 +92,8 @@ class Handler:
 
     def key_text(self, message: Message) -> str:
         """The key of a message; raises `KeyInvalid`, `PayloadInvalid`, `FingerprintImpossible`."""
+        if message.unreadable is not None:
+            raise PayloadInvalid(f"its properties cannot be read: {message.unreadable}")
         sent = message.header(KEY_HEADER)
         if sent is not None:
             return _own_key(unquoted(sent))

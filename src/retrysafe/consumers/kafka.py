@@ -19,7 +19,6 @@ from datetime import timedelta
 from typing import Any, Final
 
 from retrysafe.consumers.broker import Buffer, not_buried
-from retrysafe.consumers.handler import KEY_HEADER
 from retrysafe.consumers.kafka_dead import DeadLetters
 from retrysafe.consumers.message import Message
 from retrysafe.consumers.verdict import Action, Verdict
@@ -341,12 +340,13 @@ class KafkaTopic:
         return messages
 
     def _message(self, found: Any, partition: Partition) -> Message:
+        sent: tuple[tuple[str, bytes | None], ...] = ()
+        unreadable = None
         try:
             # Once: after a name that is not UTF-8 the client library dies of a second call.
             sent = tuple(found.headers() or ())
-        except Exception:
-            # Which key it brings, nobody can say: an empty one is refused, and a dead letter.
-            sent = ((KEY_HEADER, b""),)
+        except Exception as error:
+            unreadable = repr(error)
         headers = {name: (value or b"").decode(errors="replace") for name, value in sent}
         key = found.key()
         return Message(
@@ -357,6 +357,7 @@ class KafkaTopic:
             # By assignment: what an earlier one left here has no say in this one.
             lane=None if key is None else f"{partition.serial}:{key.hex()}",
             receipt=(partition, found, sent),
+            unreadable=unreadable,
         )
 
     async def extend(self, messages: Sequence[Message]) -> Collection[Message]:

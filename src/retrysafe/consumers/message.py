@@ -14,7 +14,7 @@ from retrysafe.errors import InvalidInput
 
 
 class PayloadInvalid(InvalidInput):
-    """The message's body is not what the handler reads; no retry can mend it."""
+    """The message is not what the handler reads; no retry can mend it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +34,8 @@ class Message:
     lane: str | None = None
     # What the broker's own library needs to settle this delivery.
     receipt: Any = field(default=None, repr=False)
+    # Why the broker's library could not read its headers and its id: it is a dead letter.
+    unreadable: str | None = None
 
     def header(self, name: str) -> str | None:
         """The value of a header, whatever the case of its name."""

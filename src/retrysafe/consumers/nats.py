@@ -99,16 +99,12 @@ class JetStream:
 
     async def open(self) -> None:
         """Connects, and makes the durable consumer; raises `InvalidInput` without a stream."""
-        options = {"max_reconnect_attempts": -1, "reconnect_time_wait": 0.5, "error_cb": self._hear}
+        self._reopening = asyncio.Lock()
         try:
+            await self._connect()
             async with asyncio.timeout(_OPEN_SECONDS):
-                # A client that mends itself would wait for a server that was never there.
-                once = {"max_reconnect_attempts": 1, "reconnect_time_wait": 0.1}
-                probe = await nats.connect(self._servers, **(options | self._options | once))
-                await probe.close()
-                self._connection = await nats.connect(self._servers, **(options | self._options))
-                self._context = self._connection.jetstream()
                 await self._bind()
+            self._is_unbound = False
         except BaseException as error:
             await self.close()
             if isinstance(error, NotFoundError):
@@ -118,6 +114,29 @@ class JetStream:
             if isinstance(error, TimeoutError | nats.errors.NoServersError):
                 raise ConnectionError("no NATS server answers there") from error
             raise
+
+    async def _connect(self) -> None:
+        options = {"max_reconnect_attempts": -1, "reconnect_time_wait": 0.5, "error_cb": self._hear}
+        async with asyncio.timeout(_OPEN_SECONDS):
+            # A client that mends itself would wait for a server that was never there.
+            once = {"max_reconnect_attempts": 1, "reconnect_time_wait": 0.1}
+            probe = await nats.connect(self._servers, **(options | self._options | once))
+            await probe.close()
+            self._connection = await nats.connect(self._servers, **(options | self._options))
+        self._context = self._connection.jetstream()
+        self._inbox, self._is_unbound = None, True
+
+    async def _require_connection(self) -> None:
+        """Raises while the server is away; a client that has given up for good is replaced.
+
+        It does so when the server refuses it twice, as while credentials are changed, and after
+        as many tries as the options say.
+        """
+        async with self._reopening:
+            if self._connection.is_closed:
+                await self._connect()
+        if not self._connection.is_connected:
+            raise ConnectionError("the NATS server is away")
 
     async def _bind(self) -> None:
         stream = await self._context.stream_info(self._stream)
@@ -144,8 +163,7 @@ class JetStream:
 
     async def receive(self, limit: int) -> list[Message]:
         """What is there now; else waits for one message."""
-        if not self._connection.is_connected:
-            raise ConnectionError("the NATS server is away")
+        await self._require_connection()
         if self._is_unbound:
             await self._bind_again()
         found = await self._pulled({"batch": limit, "no_wait": True}, limit, _LATE_SECONDS)
@@ -209,20 +227,17 @@ class JetStream:
 
     async def extend(self, messages: Sequence[Message]) -> Collection[Message]:
         """Says that they are in progress; the server does not say which ones it has given away."""
-        if not self._connection.is_connected:
-            raise ConnectionError("the NATS server is away")
+        await self._require_connection()
         for message in messages:
-            await message.receipt.in_progress()
+            await self._answer(message, Msg.Ack.Progress)
         await self._flush()
         return ()
 
     async def settle(self, settled: Sequence[tuple[Message, Verdict]]) -> Collection[Message]:
         """Acks, naks and terminates; the server has heard of all of them at the end."""
-        if not self._connection.is_connected:
-            raise ConnectionError("the NATS server is away")
+        await self._require_connection()
         unsettled = []
         for message, verdict in settled:
-            receipt: Msg = message.receipt
             if verdict.action is Action.DEAD_LETTER:
                 try:
                     await self._bury(message, verdict.reason)
@@ -230,13 +245,19 @@ class JetStream:
                     not_buried(message, error)
                     unsettled.append(message)
                     continue
-                await receipt.term()
+                await self._answer(message, Msg.Ack.Term)
             elif verdict.is_final:
-                await receipt.ack()
+                await self._answer(message, Msg.Ack.Ack)
             else:
-                await receipt.nak(verdict.delay.total_seconds())
+                delay_ns = int(verdict.delay.total_seconds() * 1e9)
+                wait = b' {"delay": %d}' % delay_ns if delay_ns else b""
+                await self._answer(message, Msg.Ack.Nak + wait)
         await self._flush()
         return unsettled
+
+    async def _answer(self, message: Message, word: bytes) -> None:
+        """Answers over the connection of now; the one that brought the message may be gone."""
+        await self._connection.publish(message.receipt.reply, word)
 
     async def _flush(self) -> None:
         # Twice: nats-py writes its ping ahead of what waits in its buffer, so the first pong says

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from retrysafe.consumers.amqp_frames import HEAD, mended
 from retrysafe.consumers.amqp_queue import (
     CONNECT_SECONDS,
     SETTLE_SECONDS,
     WAIT_SECONDS,
     AmqpQueue,
 )
-from retrysafe.consumers.broker import readable
 from retrysafe.consumers.message import Message
 from retrysafe.errors import InvalidInput
 from retrysafe.extras import missing_extra
@@ -34,6 +34,38 @@ _NOT_FOUND = 404
 _PERSISTENT = 2
 # A call of pika that tells of its end by a callback.
 Call = Callable[..., Any]
+
+
+class _Connection(AsyncioConnection):  # type: ignore[misc]  # pika has no types.
+    """A connection that survives frames which pika cannot read."""
+
+    def _read_frame(self) -> Any:
+        try:
+            length, frame = super()._read_frame()
+            if isinstance(frame, pika.frame.Header):
+                _require_text(frame.properties)
+            return length, frame
+        except Exception as error:
+            _, _, size = HEAD.unpack_from(self._frame_buffer)
+            length = HEAD.size + size + 1
+            _, frame = pika.frame.decode_frame(mended(self._frame_buffer[:length], error))
+            return length, frame
+
+
+def _require_text(properties: Any) -> None:
+    """Raises for names that are not UTF-8, which pika leaves as bytes.
+
+    Copies would carry them on, to readers of dead letters whose library gives up on them.
+    """
+    if any(isinstance(value, bytes) for value in vars(properties).values()):
+        raise ValueError("a property of the message is not UTF-8")
+    tables = [properties.headers or {}]
+    while tables:
+        table = tables.pop()
+        values = table.values() if isinstance(table, dict) else table
+        if isinstance(table, dict) and any(isinstance(name, bytes) for name in table):
+            raise ValueError("the name of a header is not UTF-8")
+        tables += [value for value in values if isinstance(value, dict | list)]
 
 
 class _Channel:
@@ -216,7 +248,7 @@ class PikaQueue(AmqpQueue):
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[None] = loop.create_future()
         gone: asyncio.Future[None] = loop.create_future()
-        connection = AsyncioConnection(
+        connection = _Connection(
             self._parameters,
             on_open_callback=lambda _: _end(opened, None),
             on_open_error_callback=lambda _, error: _fail(
@@ -264,12 +296,10 @@ class PikaQueue(AmqpQueue):
             return []
         while len(found) < limit and not arrived.empty():
             found.append(arrived.get_nowait())
-        return readable(
-            found,
-            lambda each: self._message_of(
-                each[2], each[1].headers or {}, each[1].message_id, (each, channel)
-            ),
-        )
+        return [
+            self._message_of(each[2], each[1].headers or {}, each[1].message_id, (each, channel))
+            for each in found
+        ]
 
     def _is_consuming(self) -> bool:
         """False also when the broker has ended it, as when the queue is deleted or moves."""
@@ -326,11 +356,15 @@ class PikaQueue(AmqpQueue):
     def _headers_of(message: Message) -> Mapping[str, Any]:
         return message.receipt[0][1].headers or {}
 
+    def _frame_max(self) -> int:
+        return 0 if self._connection is None else int(self._connection.params.frame_max)
+
     async def _declare(self, name: str, arguments: dict[str, Any] | None = None) -> None:
         channel = await self._publisher()
         await channel.call("queue_declare", name, durable=True, arguments=arguments)
 
-    async def _publish_copy(self, message: Message, name: str, headers: dict[str, Any]) -> None:
+    @staticmethod
+    def _copy(message: Message, headers: dict[str, Any]) -> tuple[Any, bytes]:
         _, found, body = message.receipt[0]
         copy = pika.BasicProperties(
             headers=headers,
@@ -342,10 +376,19 @@ class PikaQueue(AmqpQueue):
             type=found.type,
             app_id=found.app_id,
             timestamp=found.timestamp,
+            priority=found.priority,
             delivery_mode=_PERSISTENT,
         )
+        return copy, body
+
+    @staticmethod
+    def _size(copy: tuple[Any, bytes]) -> int:
+        return sum(map(len, copy[0].encode()))
+
+    async def _publish(self, copy: tuple[Any, bytes], name: str) -> None:
+        properties, body = copy
         channel = await self._publisher()
-        await channel.publish(body, name, copy)
+        await channel.publish(body, name, properties)
 
     async def _publisher(self) -> _Publisher:
         async with self._making:

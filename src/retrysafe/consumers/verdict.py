@@ -67,7 +67,7 @@ _DOWNSTREAM: Final = Outage.DOWNSTREAM
 TABLE: Final[Mapping[type[BaseException], Rule]] = MappingProxyType(
     {
         # The message itself.
-        PayloadInvalid: Rule(_DEAD, "the body cannot be read; no retry mends it"),
+        PayloadInvalid: Rule(_DEAD, "the message cannot be read; no retry mends it"),
         errors.KeyInvalid: Rule(_DEAD, "the message brings no usable key"),
         errors.FingerprintImpossible: Rule(_DEAD, "its key fields have no stable form"),
         errors.KeyReused: Rule(_DEAD, "its key belongs to another payload, which is not run"),

@@ -17,6 +17,7 @@ from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys.key import GlobalCaller
 from retrysafe.errors import InvalidInput
+from retrysafe.http import resumers
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.asgi_io import exact_path, is_below, is_protected
 from retrysafe.http.asgi_run import App, Receive, Scope, Send
@@ -68,8 +69,14 @@ class EndpointPath:
     convert: Convert | None = None
     # Parameters that requests have beside those of the path, such as those of a host.
     names: frozenset[str] = frozenset()
-    # Whether it is one host's: others may have the same path.
-    has_host: bool = False
+    # Whose it is, as {shop}.example.org, where others may have the same path; empty for every host.
+    host: str = ""
+    # The path as its router matches it, with converters such as {id:int}.
+    pattern: str = ""
+
+    def prefix(self, root: str) -> str:
+        """Where its application is mounted, by the `root_path` of a request that came here."""
+        return root.rsplit("/", self.depth)[0] if self.depth else root
 
 
 class Served:
@@ -128,8 +135,7 @@ class Served:
             parameters = self._convert(self._converted, parameters)
         query = scope.get("query_string", b"")
         request = Request(method, path, query, scope["headers"], b"", scope, parameters)
-        depth = self.endpoint.depth
-        prefix = root.rsplit("/", depth)[0] if depth else root
+        prefix = self.endpoint.prefix(root)
         await self._middleware.protect(self.route, request, prefix, receive, send)
 
 
@@ -139,6 +145,9 @@ class Endpoints:
     `caller` is a function of the request, or `GLOBAL`; there is no default, because keys of two
     customers must never meet. Raises as `IdempotencyMiddleware` does.
     """
+
+    # The response that the framework makes of what an endpoint returns; for `complete_in`.
+    outcome_of: Callable[[Any], Response] = staticmethod(response_of)
 
     def __init__(
         self,
@@ -153,7 +162,6 @@ class Endpoints:
         challenge: str | None = None,
         breaker: Breaker | None = None,
         limits: Limits | None = None,
-        outcome_of: Callable[[Any], Response] = response_of,
     ) -> None:
         if not isinstance(idempotency, AsyncIdempotency):
             raise InvalidInput(
@@ -173,11 +181,16 @@ class Endpoints:
             challenge=challenge,
             breaker=breaker,
             limits=limits,
-            outcome_of=outcome_of,
+            outcome_of=self.outcome_of,
         )
         self.has_global_caller = isinstance(caller, GlobalCaller)
         self._pages = IdempotencyMiddleware.sharing(_nothing, idempotency, self.protection)
-        self._is_closed = False
+        # The host of every name that keys are made with.
+        self._hosts: dict[str, str] = {}
+        resumers.protections.add(self)
+
+    def refresh(self) -> None:
+        """Looks for endpoints that are new since the last time; raises what is wrong with them."""
 
     def serving(self, app: App, rule: Rule, endpoint: EndpointPath) -> Served:
         """An endpoint of the application, protected by its rule; raises as rules do."""
@@ -187,9 +200,10 @@ class Endpoints:
             methods = tuple(method for method in methods if method in endpoint.methods) or methods
         located = replace(rule, path=endpoint.path, methods=methods)
         require_one_operation(located, endpoint.names)
-        if endpoint.has_host:
-            require_name_at_host(located)
-        return Served(self._pages.around(app), Route(located, self.calls.settings), endpoint)
+        route = Route(located, self.calls.settings)
+        require_name_at_host(located, endpoint.host, self._hosts, route.fingerprint)
+        self._pages.register((route,))
+        return Served(self._pages.around(app), route, endpoint)
 
     def note_ignored_key(self, scope: Scope, route: str) -> None:
         """Tells of a key that comes to an endpoint without a rule, which is about to be run."""
@@ -215,17 +229,12 @@ class Endpoints:
         )
         await self._pages.show_page(path, request, prefix, send)
 
-    def require_open(self) -> None:
-        """Raises `InvalidInput` after `close`: a closed object takes no requests."""
-        if self._is_closed:
-            raise InvalidInput(
-                "this application has been shut down, and its AsyncIdempotency is closed: make the "
-                "application in a function, and call it again for another start"
-            )
+    def start(self) -> None:
+        """Takes requests, also when an earlier start of the application has ended."""
+        self.calls.reopen()
 
     async def close(self) -> None:
         """Waits for running requests and closes the `AsyncIdempotency`."""
-        self._is_closed = True
         await self.idempotency.close()
 
 

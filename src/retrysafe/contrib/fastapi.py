@@ -8,7 +8,10 @@ follows it.
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import replace
 from re import Pattern
 from typing import Any, Final
@@ -29,11 +32,16 @@ from retrysafe.http.asgi_io import is_below
 from retrysafe.http.asgi_run import App, Receive, Scope, Send
 from retrysafe.http.field_values import NOT_TAKEN
 from retrysafe.http.request import plain_path
+from retrysafe.http.responses import Response as StoredResponse
+from retrysafe.http.responses import response_of
 from retrysafe.http.rules import Rule
+from retrysafe.runtime.drive import run_sync
 
 try:
-    from fastapi import FastAPI, Request, params, routing
+    from fastapi import FastAPI, Request, Response, params, routing
+    from fastapi.datastructures import DefaultPlaceholder
     from fastapi.routing import APIRoute
+    from fastapi.utils import is_body_allowed_for_status_code
 except ModuleNotFoundError as error:
     raise missing_extra(__name__, "fastapi", error) from error
 
@@ -45,6 +53,10 @@ __all__ = ["Idempotent", "IdempotentRoute", "Retrysafe", "idempotent"]
 _RULE: Final = "__retrysafe_rule__"
 # Set on every request that an IdempotentRoute has looked at.
 _SEEN: Final = "retrysafe.seen"
+# What tells how the endpoint that runs is answered: its route, or that as a router includes it.
+_running: ContextVar[Any] = ContextVar("retrysafe_fastapi_route", default=None)
+# Later versions make the bytes of a model themselves where the route names no class of responses.
+_MAKES_BYTES: Final = "dump_json" in inspect.signature(routing.serialize_response).parameters
 
 
 class _Idempotent(params.Depends):
@@ -110,11 +122,48 @@ class IdempotentRoute(APIRoute):
         await super().handle(scope, receive, send)
 
 
+def _outcome_of(value: Any) -> StoredResponse:
+    """The response that FastAPI makes of what an endpoint returns.
+
+    What the endpoint sets on its `Response` parameter is not in it.
+    """
+    told = _running.get()
+    if told is None or isinstance(value, Response | StoredResponse):
+        return response_of(value)
+    kind, field = told.response_class, told.response_field
+    options: dict[str, Any] = {
+        name: getattr(told, f"response_model_{name}")
+        for name in (
+            "include",
+            "exclude",
+            "by_alias",
+            "exclude_unset",
+            "exclude_defaults",
+            "exclude_none",
+        )
+    }
+    makes_bytes = _MAKES_BYTES and field is not None and isinstance(kind, DefaultPlaceholder)
+    if makes_bytes:
+        options["dump_json"] = True
+    content = run_sync(routing.serialize_response(field=field, response_content=value, **options))
+    status = {} if told.status_code is None else {"status_code": told.status_code}
+    if makes_bytes:
+        response = Response(content, media_type="application/json", **status)
+    else:
+        made = kind.value if isinstance(kind, DefaultPlaceholder) else kind
+        response = made(content, **status)
+    if not is_body_allowed_for_status_code(response.status_code):
+        response.body = b""
+    return response_of(response)
+
+
 class Retrysafe(StarletteRetrysafe):
     """The protection of a FastAPI application: `install(app)` puts it there.
 
     Its `lifespan` closes the `AsyncIdempotency` when the application ends.
     """
+
+    outcome_of = staticmethod(_outcome_of)
 
     def install(self, app: FastAPI) -> None:  # type: ignore[override]
         """Makes this the protection of the application, and adds the policy and status pages.
@@ -188,7 +237,8 @@ class Retrysafe(StarletteRetrysafe):
         assert self._app is not None  # Installed, or nobody could ask.
         for route, told, endpoint in walk(self._app.routes, flattened):
             if isinstance(route, IdempotentRoute):
-                served = self._served.get((id(route), endpoint.path))
+                places = self._served.get((id(route), endpoint.path))
+                served = None if places is None else places[0]
                 by_route.setdefault(id(route), []).append((told.path_regex, served))
         self._by_route = by_route
 
@@ -199,7 +249,8 @@ class Retrysafe(StarletteRetrysafe):
                 if rule is not None:
                     convert = functools.partial(_converted, told.dependant)
                     converted = replace(endpoint, convert=convert)
-                    yield (id(route), endpoint.path), route.run, rule, converted
+                    run = functools.partial(_run, route, told)
+                    yield (id(route), endpoint.path), run, rule, converted
             else:
                 yield from guards_of(route, endpoint)
 
@@ -210,7 +261,7 @@ class Retrysafe(StarletteRetrysafe):
         """
         self.refresh()
         is_any = False
-        for served in self._served.values():
+        for served in itertools.chain.from_iterable(self._served.values()):
             route = served.route
             if not route.rule.protected or not served.is_shown or served.endpoint.depth:
                 continue
@@ -226,6 +277,16 @@ class Retrysafe(StarletteRetrysafe):
         if is_any:
             components = schema.setdefault("components", {})
             components.setdefault("schemas", {})[PROBLEM_NAME] = PROBLEM_SCHEMA
+
+
+async def _run(
+    route: IdempotentRoute, told: Any, scope: Scope, receive: Receive, send: Send
+) -> None:
+    token = _running.set(told)
+    try:
+        await route.run(scope, receive, send)
+    finally:
+        _running.reset(token)
 
 
 def _describe(operation: dict[str, Any], told: Any) -> None:

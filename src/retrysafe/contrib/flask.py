@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Final, TypeVar, cast
 
 from retrysafe.extras import missing_extra
-from retrysafe.runtime.calls import Calls, calls_of
+from retrysafe.runtime.calls import calls_of
 
 try:
     from flask import Flask, current_app, g, request, request_started
@@ -24,6 +24,7 @@ except ModuleNotFoundError as error:
 
 from retrysafe.contrib.flask_io import (
     body_of,
+    converted,
     headers_of,
     is_held,
     kept_body,
@@ -37,14 +38,16 @@ from retrysafe.contrib.views import (
     ViewRun,
     located,
     require_function,
+    require_no_acceptance,
     require_options,
     view_rule,
+    written_path,
 )
 from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys.key import GlobalCaller
 from retrysafe.errors import InvalidInput
-from retrysafe.http import thread_requests
+from retrysafe.http import resumers, thread_requests
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf, require_blocking
 from retrysafe.http.held_response import passes_at_once
@@ -59,6 +62,7 @@ from retrysafe.http.routes import (
     NO_PARAMETERS,
     Match,
     Route,
+    refuse_at_host,
     require_name_at_host,
     require_parameters,
 )
@@ -126,9 +130,8 @@ class Retrysafe:
         require_blocking(caller)
         if EXTENSION in app.extensions:
             raise InvalidInput("this application has a Retrysafe: call init_app once")
-        calls = calls_of(idempotency)
         protection = Protection(
-            calls.settings,
+            calls_of(idempotency).settings,
             caller=caller,
             rules=rules,
             fail_open=fail_open,
@@ -140,7 +143,9 @@ class Retrysafe:
             limits=limits,
             outcome_of=outcome_of,
         )
-        app.extensions[EXTENSION] = _Protected(app, calls, protection)
+        for route in protection.table.routes:
+            require_no_acceptance(route.rule)
+        app.extensions[EXTENSION] = _Protected(app, idempotency, protection)
 
     @staticmethod
     def idempotent(*misplaced: Any, **options: Any) -> Callable[[View], View]:
@@ -181,12 +186,17 @@ def _current() -> _Protected:
 class _Protected:
     """What one application has: its protection, and the routes of its views."""
 
-    def __init__(self, app: Flask, calls: Calls, protection: Protection) -> None:
+    def __init__(self, app: Flask, idempotency: Idempotency, protection: Protection) -> None:
         self._app = app
-        self._calls = calls
+        self.idempotency = idempotency
+        self._calls = calls = calls_of(idempotency)
+        thread_requests.register(protection, calls, protection.table.routes)
+        resumers.protections.add(self)
         self._protection = protection
         # A rule may stand at several paths, and a path has several methods.
         self._routes: dict[tuple[int, int], Route | None] = {}
+        # The host of every name that keys are made with.
+        self._hosts: dict[str, str] = {}
         self._is_in_order = False
         # Before any other code of the application has read the body.
         request_started.connect(self._keep_body, app)
@@ -203,6 +213,10 @@ class _Protected:
         if protection.table.routes:
             self._dispatch = app.dispatch_request
             app.dispatch_request = self._dispatch_by_rules  # type: ignore[method-assign]
+
+    def refresh(self) -> None:
+        """For workers: looks at all views; raises what is wrong with them."""
+        self._require_order()
 
     # The pages.
 
@@ -237,12 +251,19 @@ class _Protected:
             at_path = located(rule, url_rule.rule, methods=url_rule.methods, name=url_rule.endpoint)
             settings = self._calls.settings
             if at_path is not None:
-                if url_rule.subdomain or url_rule.host:
-                    require_name_at_host(at_path)
+                require_name_at_host(
+                    at_path,
+                    written_path(_host_of(url_rule)),
+                    self._hosts,
+                    at_path.fingerprint or settings.fingerprint,
+                )
                 # Functions of the application may add values to those of the route.
                 if not self._app.url_value_preprocessors:
                     require_parameters(at_path, url_rule.arguments)
-            self._routes[known] = None if at_path is None else Route(at_path, settings)
+            route = None if at_path is None else Route(at_path, settings)
+            if route is not None:
+                thread_requests.register(self._protection, self._calls, (route,))
+            self._routes[known] = route
         return self._routes[known]
 
     def _own_rule(self) -> Rule | None:
@@ -255,14 +276,19 @@ class _Protected:
     def _match_by_path(self) -> Match | None:
         if request.url_rule is None:
             return None  # No view answers, so there is nothing to run once.
-        return self._protection.find(request.method, request.path)
+        match = self._protection.find(request.method, request.path)
+        if match is not None and _host_of(request.url_rule):
+            refuse_at_host(match[0].rule)
+        return match
 
     def _dispatch_by_rules(self, *args: Any) -> Any:
         run = functools.partial(self._dispatch, *args)
         if self._own_rule() is not None:
             return run()
-        route, taken = self._match_by_path() or (None, NO_PARAMETERS)
-        return self._answer(route, run, taken)
+        match = self._match_by_path()
+        if match is None:
+            return self._answer(None, run)
+        return self._answer(match[0], run, converted(match[0].rule.path or "", match[1]))
 
     def _require_order(self) -> None:
         """Raises `InvalidInput` for a view whose route stands below its decorator.
@@ -322,13 +348,13 @@ class _Protected:
         """What a decorated view answers."""
         if request.url_rule is None:
             return view()
-        return self._answer(self._route(rule, request.url_rule), view)
+        return self._answer(self._route(rule, request.url_rule), view, request.view_args or {})
 
     def _answer(
         self,
         route: Route | None,
         view: Callable[[], Any],
-        taken: Mapping[str, Any] = NO_PARAMETERS,
+        parameters: Mapping[str, Any] = NO_PARAMETERS,
     ) -> Any:
         around = request.environ.get(ATTEMPT_NAME)
         if isinstance(around, Attempt | AtomicAttempt):
@@ -345,10 +371,9 @@ class _Protected:
         if NOTICED_NAME in request.environ:
             request.environ[NOTICED_NAME].append(self)
         asked = unread_request()
-        # A rule's pattern may have names of its own; of the view's, Flask has made values.
-        asked.parameters = {**taken, **(request.view_args or {})}
+        asked.parameters = parameters
         protection, prefix = self._protection, prefix_of(request.environ)
-        plan = protection.begin(route, asked, prefix, is_on_loop=False)
+        plan = thread_requests.begun(protection, route, asked, prefix)
         if isinstance(plan, Response):
             return native_of(plan)
         if plan is None:
@@ -366,6 +391,11 @@ class _Protected:
         run = ViewRun(functools.partial(_run_view, plan, view), FlaskResponse.close)
         response, added = run.answered(self._protection, self._calls, plan)
         return native_of(response) if added is None else with_headers(run.native, added)
+
+
+def _host_of(url_rule: Any) -> str:
+    """The host or the subdomain that a route is for; empty for one of every host."""
+    return url_rule.host or url_rule.subdomain or ""
 
 
 def _has_rule(view: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -26,7 +27,6 @@ from retrysafe.contrib.openapi import (
 )
 from retrysafe.contrib.views import view_rule
 from retrysafe.core.keys.key import GlobalCaller
-from retrysafe.core.values.trees import NotStorable
 from retrysafe.errors import InvalidInput, PolicyInvalid
 from retrysafe.extras import missing_extra
 from retrysafe.http.asgi_run import ERROR_NAME, App
@@ -66,12 +66,14 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra(__name__, "litestar", error) from error
 
-__all__ = ["RetrysafePlugin", "idempotent", "rendered"]
+__all__ = ["RetrysafePlugin", "idempotent"]
 
 # Where the middleware says in a request's scope which handler it protects.
 _GUARDED: Final = "retrysafe.guarded"
 # Where a described operation class keeps the one that it describes.
 _BASE: Final = "__retrysafe_base__"
+# The scope of the request whose handler runs.
+_serving: ContextVar[Any] = ContextVar("retrysafe_litestar_scope", default=None)
 
 
 class Idempotent:
@@ -109,12 +111,8 @@ def idempotent(*misplaced: Any, **options: Any) -> Idempotent:
     return Idempotent(view_rule(options))
 
 
-def rendered(request: Request[Any, Any, Any], value: Any) -> ASGIResponse:
-    """The response that a handler's value becomes, for `attempt.complete_in(connection, …)`.
-
-    The value is a `Response`, or what the handler returns. The handler may return either; for the
-    rendered one it is annotated with `ASGIResponse`.
-    """
+def _rendered(request: Request[Any, Any, Any], value: Any) -> ASGIResponse:
+    """The response that a handler's value becomes: a `Response`, or what it returns otherwise."""
     handler: Any = request.scope["route_handler"]
     response = value if isinstance(value, Response) else Response(value)
     return response.to_asgi_response(
@@ -126,24 +124,33 @@ def rendered(request: Request[Any, Any, Any], value: Any) -> ASGIResponse:
     )
 
 
+def _outcome_of(value: Any) -> StoredResponse:
+    """The response that Litestar makes of what a handler returns."""
+    scope = _serving.get()
+    if scope is not None and not isinstance(value, ASGIResponse | StoredResponse):
+        value = _rendered(Request(scope), value)
+    return response_of(value)
+
+
 class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
     """The protection of a Litestar application, as one of its `plugins`.
 
     Adds the policy and status pages, and closes the `AsyncIdempotency` when the application ends.
     """
 
+    outcome_of = staticmethod(_outcome_of)
+
     def __init__(
         self, idempotency: AsyncIdempotency, *, caller: CallerOf | GlobalCaller, **options: Any
     ) -> None:
         """Takes what `Retrysafe` of the other frameworks takes, and raises as it does."""
-        super().__init__(idempotency, caller=caller, outcome_of=_outcome_of, **options)
+        super().__init__(idempotency, caller=caller, **options)
         self._shown: dict[tuple[str, frozenset[str] | None], Route] = {}
         # Whether the OpenAPI document has the scheme of the caller's credential.
         self._is_secured = False
 
     def on_app_init(self, app_config: AppConfig) -> AppConfig:
         """Called by Litestar: adds the middleware, the pages and the end."""
-        self.require_open()
         app_config.middleware.append(DefineMiddleware(_Guard, plugin=self))
         app_config.lifespan.append(self.lifespan)
         app_config.after_exception.append(_note)
@@ -195,8 +202,8 @@ class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
     @asynccontextmanager
     async def lifespan(self, app: Litestar) -> AsyncIterator[None]:
         """Closes the `AsyncIdempotency` at the end, after waiting for running requests."""
-        self.require_open()
         running_loop()
+        self.start()
         try:
             yield
         finally:
@@ -226,6 +233,13 @@ class _Guard:
         path = scope.get("root_path", "") + self._mount + scope["path"]
         await self._served(scope, receive, send, path)
 
+    async def _run(self, scope: Any, receive: Any, send: Any) -> None:
+        token = _serving.set(scope)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            _serving.reset(token)
+
     def _get_to_know(self, scope: Any) -> None:
         """Litestar says with the first request only which handler it is."""
         handler = scope["route_handler"]
@@ -234,7 +248,7 @@ class _Guard:
             if getattr(handler, "is_mount", False):
                 self._mount = min(handler.paths).rstrip("/")
             endpoint = endpoint_path(handler, scope["path_template"])
-            self._served = self._plugin.serving(self.app, rule, endpoint)
+            self._served = self._plugin.serving(self._run, rule, endpoint)
         self._is_known = True
 
 
@@ -284,14 +298,6 @@ async def _note(error: Exception, scope: Scope) -> None:
     """Litestar makes a response of every exception; the policy is to judge the exception itself."""
     if not isinstance(error, HTTPException):
         cast("dict[str, Any]", scope)[ERROR_NAME] = error
-
-
-def _outcome_of(value: Any) -> StoredResponse:
-    if isinstance(value, Response):
-        raise NotStorable(
-            "Litestar makes the bytes of a response later: pass rendered(request, response)"
-        )
-    return response_of(value)
 
 
 async def _never(scope: Any, receive: Any, send: Any) -> None:

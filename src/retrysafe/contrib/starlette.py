@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,12 +19,13 @@ from retrysafe.contrib.endpoints import EndpointPath, Endpoints, Served
 from retrysafe.contrib.views import require_options, view_rule
 from retrysafe.errors import InvalidInput
 from retrysafe.extras import missing_extra
+from retrysafe.http.asgi_io import paths_of
 from retrysafe.http.asgi_run import App, Receive, Scope, Send
 from retrysafe.runtime.checks import running_loop
 
 try:
     from starlette.applications import Starlette
-    from starlette.routing import BaseRoute, Host, Mount, Route, request_response
+    from starlette.routing import BaseRoute, Host, Mount, Route, compile_path, request_response
 except ModuleNotFoundError as error:
     raise missing_extra(__name__, "starlette", error) from error
 
@@ -44,7 +47,7 @@ class Idempotent:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, under the protection of the application that it came to."""
         if scope["type"] == "http":
-            await retrysafe_of(scope).served(self)(scope, receive, send)
+            await retrysafe_of(scope).served(self, scope)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
@@ -94,7 +97,8 @@ class Retrysafe(Endpoints):
             )
         self._app = app
         setattr(app.state, _STATE_NAME, self)
-        self._served: dict[Any, Served] = {}
+        # One endpoint may stand in several routes, each with its own path and methods.
+        self._served: dict[Any, list[Served]] = {}
         page = _Page(self)
         pages = [self.protection.pages.status_path + "{key:path}"]
         if self.protection.pages.has_policy:
@@ -112,8 +116,8 @@ class Retrysafe(Endpoints):
         Installs itself if that has not been done. At the start it raises what is wrong with any
         endpoint's rule; at the end it waits for running requests and closes the `AsyncIdempotency`.
         """
-        self.require_open()
         running_loop()
+        self.start()
         if self._app is None:
             self.install(app)
         self.refresh()
@@ -122,27 +126,41 @@ class Retrysafe(Endpoints):
         finally:
             await self.close()
 
-    def served(self, protected: Any) -> Served:
-        """What serves the requests of a protected route or middleware."""
-        served = self._served.get(protected)
-        if served is None:
-            self.refresh()
-            served = self._served.get(protected)
-        if served is None:
+    def served(self, protected: Any, scope: Scope) -> Served:
+        """What serves a request of a protected route or middleware; raises `InvalidInput`."""
+        served = self._served_by(protected, scope)
+        if served is not None:
+            return served
+        self.refresh()
+        if protected not in self._served:
             # Around the whole application, or behind a middleware that does not show what it wraps.
-            served = self._served[protected] = self.serving(
-                protected.app, protected.rule, EndpointPath("/*")
-            )
+            around = self.serving(protected.app, protected.rule, _EVERYWHERE)
+            self._served[protected] = [around]
             self._list()
+            return around
+        places = self._served[protected]
+        served = places[0] if len(places) == 1 else self._served_by(protected, scope)
+        if served is None:
+            # The rule of another place may leave this one's method alone.
+            raise InvalidInput(
+                f"{scope['path']} leads to an endpoint that stands in several routes, and is none "
+                "of them: decorate it once for each route"
+            )
         return served
+
+    def _served_by(self, protected: Any, scope: Scope) -> Served | None:
+        places = self._served.get(protected, ())
+        return next((served for served in places if _leads_to(served.endpoint, scope)), None)
 
     def refresh(self) -> None:
         """Looks for endpoints that are new since the last time; raises what is wrong with them."""
         app = self._app
-        assert app is not None  # Installed, or nobody could ask.
+        if app is None:
+            return  # It has no application yet, and so no endpoints.
         for protected, inner, rule, endpoint in self._found(app):
-            if protected not in self._served:
-                self._served[protected] = self.serving(inner, rule, endpoint)
+            places = self._served.get(protected, [])
+            if not any(_is_place(served.endpoint, endpoint) for served in places):
+                self._served[protected] = [*places, self.serving(inner, rule, endpoint)]
         self._list()
 
     def _found(self, app: Starlette) -> Iterator[tuple[Any, App, Any, EndpointPath]]:
@@ -152,7 +170,7 @@ class Retrysafe(Endpoints):
 
     def _list(self) -> None:
         self.protection.pages.endpoints = tuple(
-            served.route for served in self._served.values() if served.is_shown
+            served.route for places in self._served.values() for served in places if served.is_shown
         )
 
 
@@ -186,6 +204,7 @@ def as_they_are(routes: Iterable[BaseRoute]) -> Iterator[tuple[BaseRoute, Any]]:
 
 Flatten = Callable[[Iterable[BaseRoute]], Iterable[tuple[BaseRoute, Any]]]
 _ROOT: Final = EndpointPath("")
+_EVERYWHERE: Final = EndpointPath("/*", pattern="/{rest:path}")
 
 
 def walk(
@@ -198,7 +217,8 @@ def walk(
     for route, told in flatten(routes):
         if isinstance(route, Route):
             methods = None if told.methods is None else frozenset(told.methods)
-            yield route, told, replace(above, path=above.path + told.path_format, methods=methods)
+            path, pattern = above.path + told.path_format, above.pattern + told.path
+            yield route, told, replace(above, path=path, methods=methods, pattern=pattern)
             continue
         # A host has no path, and only mounts change the root path of what is below them.
         path = getattr(told, "path", "") if isinstance(route, Mount) else ""
@@ -207,11 +227,38 @@ def walk(
             path=above.path + path,
             depth=above.depth + path.count("/"),
             names=above.names.union(getattr(route, "param_convertors", ())),
-            has_host=above.has_host or isinstance(route, Host),
+            host=route.host if isinstance(route, Host) else above.host,
+            pattern=above.pattern + path,
         )
-        yield route, told, replace(below, path=f"{below.path}/*")
+        path, pattern = below.path + _EVERYWHERE.path, below.pattern + _EVERYWHERE.pattern
+        yield route, told, replace(below, path=path, pattern=pattern)
         if not any(isinstance(layer, Starlette) for layer in layers_of(route)):
             yield from walk(getattr(route, "routes", None) or (), flatten, below)
+
+
+def _is_place(known: EndpointPath, found: EndpointPath) -> bool:
+    """Whether two looks at the routes have found the same place."""
+    return (known.path, known.methods, known.host) == (found.path, found.methods, found.host)
+
+
+def _leads_to(endpoint: EndpointPath, scope: Scope) -> bool:
+    """Whether a request came by the route of this place, as its router has matched it."""
+    methods = endpoint.methods
+    prefix = endpoint.prefix(scope.get("root_path", "")).rstrip("/")
+    path = paths_of(scope)[1].removeprefix(prefix)
+    is_served = methods is None or scope["method"] in methods
+    return is_served and _expression(endpoint.pattern).match(path) is not None
+
+
+_PARAMETER: Final = re.compile(r"\{[^{}:]*")
+
+
+# Every request asks, and an application has few routes.
+@functools.lru_cache(maxsize=4096)
+def _expression(pattern: str) -> re.Pattern[str]:
+    # A mount and a route below it may have parameters of one name, which one expression has not.
+    number = itertools.count()
+    return compile_path(_PARAMETER.sub(lambda _: f"{{p{next(number)}", pattern))[0]
 
 
 def guards_of(

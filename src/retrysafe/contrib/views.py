@@ -20,6 +20,7 @@ from retrysafe.http.plan import Plan
 from retrysafe.http.protection import Protection
 from retrysafe.http.responses import Header, Response
 from retrysafe.http.rules import Rule
+from retrysafe.http.stored_request import Resumable
 from retrysafe.runtime.calls import Calls
 
 # Where a view holds its rule. Decorators that use `functools.wraps` carry it along.
@@ -52,6 +53,11 @@ def require_function(view: object, way: str) -> None:
         )
 
 
+def written_path(route: str) -> str:
+    """A route, or a host, as rules write it: with {id} for <int:id>."""
+    return _PARAMETER.sub(r"{\1}", route)
+
+
 def located(
     rule: Rule, route: str | None, *, methods: Collection[str] | None = None, name: str
 ) -> Rule | None:
@@ -60,10 +66,11 @@ def located(
     None when no method leads there that the rule protects. What cannot be written as a path, such
     as a regular expression or no route at all, goes by the name.
     """
+    require_no_acceptance(rule)
     kept = tuple(method for method in rule.methods if methods is None or method in methods)
     if not kept:
         return None
-    path = None if route is None else _PARAMETER.sub(r"{\1}", route)
+    path = None if route is None else written_path(route)
     if path is None or _NO_PATH.search(path) is not None:
         if isinstance(rule.key, FieldsKey) and not rule.name and len(kept) > 1:
             # To change order 7 and to delete it would have one key.
@@ -72,8 +79,25 @@ def located(
                 f"and {', '.join(kept)} would share them: write methods=… with the one that it is "
                 "for, or name=… if all of them have one effect"
             )
+        if rule.resumable and not rule.name:
+            raise PolicyInvalid(
+                f"the route of {name} is no plain path, and a worker finds it by its name: give "
+                "its rule one that stays the same in every release, name=…"
+            )
         return replace(rule, methods=kept, name=rule.name or name)
     return replace(rule, methods=kept, path=path)
+
+
+def require_no_acceptance(rule: Rule) -> None:
+    """Raises `PolicyInvalid` for a view whose first request is to be answered before it has run.
+
+    A view is what its framework calls in the thread that answers.
+    """
+    if isinstance(rule.resumable, Resumable) and rule.resumable.accepts:
+        raise PolicyInvalid(
+            "accepts=True answers before the view has run, and only a middleware around the "
+            "application can: use WSGIIdempotencyMiddleware, or leave accepts out"
+        )
 
 
 class ViewRun:

@@ -161,9 +161,9 @@ class Attempt:
         """Writes the outcome in the user's open transaction, so that both commit or neither does.
 
         `value` is then the outcome, whatever the operation returns. Make it the last thing before
-        the commit. For a protected request it is the response, as the framework makes it. It is
-        awaited exactly when the connection's own methods are. Raises `ClaimLost` when another owner
-        has the key: let it end the transaction. Raises `TransactionMissing` when none is open, and
+        the commit. For a protected request it is what the endpoint returns. It is awaited exactly
+        when the connection's own methods are. Raises `ClaimLost` when another owner has the key:
+        let it end the transaction. Raises `TransactionMissing` when none is open, and
         `InvalidInput` for a value or a connection that cannot be used, or for an outcome that frees
         the key.
         """

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from retrysafe.core.events import UNFOLLOWED, Progress
 from retrysafe.core.keys.key import Key
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Ending, Fingerprint, Payload
@@ -70,6 +71,10 @@ class Call:
     inner: Call | None = None
     # None for a request with one key, as nearly all have.
     nest: Nest | None = None
+    # Whether it may run without a claim when the store is down: then that is its result.
+    fails_open: bool = False
+    # What observers will be told of it. Shared by all of its levels.
+    progress: Progress = UNFOLLOWED
 
 
 T = TypeVar("T")

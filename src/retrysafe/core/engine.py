@@ -7,7 +7,7 @@ loops; it speaks to ports. Every decision about a record is the store's, by the 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, Final
 
@@ -74,14 +74,14 @@ class Engine:
         self._nested_runner = NestedRunner(ports, runner, self.answer)
         self._atomic_runner = AtomicRunner(ports, settings, flights, runner, settler)
 
-    async def answer(
+    def answer(
         self,
         call: Call,
         operation: Callable[..., Any],
         args: Any = None,
         kwargs: Any = None,
         transacting: Transacting | None = None,
-    ) -> Answer[Any]:
+    ) -> Coroutine[Any, Any, Answer[Any]]:
         """The outcome of the key's one run, from this call or from an earlier one.
 
         The operation is performed with its arguments as the port for that does it. With
@@ -91,6 +91,39 @@ class Engine:
         Raises `KeyReused`, `OperationInFlight`, the stored failure, `OutcomeUnavailable`,
         `ClaimLost`, `OutcomeNotStored` or `StoreUnavailable`, and what the operation raises.
         """
+        if self._report.hears_calls:
+            return self._followed(call, operation, args, kwargs, transacting)
+        return self._answer(call, operation, args, kwargs, transacting)
+
+    async def _followed(
+        self,
+        call: Call,
+        operation: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        transacting: Transacting | None,
+    ) -> Answer[Any]:
+        """The same, with a first and a last event; a level of a nested call has neither."""
+        report = self._report
+        if not report.begins(call, self._monotonic):
+            return await self._answer(call, operation, args, kwargs, transacting)
+        report.tell_begin(call)
+        try:
+            answer = await self._answer(call, operation, args, kwargs, transacting)
+        except BaseException as error:
+            report.leave(call, error)
+            raise
+        report.end(call)
+        return answer
+
+    async def _answer(
+        self,
+        call: Call,
+        operation: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        transacting: Transacting | None,
+    ) -> Answer[Any]:
         # A level inside of another is claimed with it, whatever is remembered of its key.
         if call.nest is None or not call.nest.held:
             remembered = self.recall(call)
@@ -194,7 +227,8 @@ class Engine:
         try:
             told = await claim(request)
         except StoreUnavailable as error:
-            told = await self._claim_again(flight, request, claim, error)
+            told = await self._claim_again(flight, call, request, claim, error)
+        call.progress.end_claim(asked)
         # Nothing starts on a claim whose lease has run out, see `_contend`.
         if told.decision is not Decision.ADMIT or self._is_late(told, asked):
             try:
@@ -260,6 +294,7 @@ class Engine:
                 if call.waiters is not None and not call.waiters.enter(flight):
                     raise self._in_flight(call, flight, "store")
                 self._flights.enter(flight, Phase.AWAITING)
+                call.progress.begin_wait()
                 # The lease may end before the next poll is due; asking just after it is soonest.
                 lease_seconds = answer.remaining_ms / 1000 + 0.001
                 await self._clock.sleep(min(poll_seconds, lease_seconds, wait_until - now))
@@ -268,15 +303,20 @@ class Engine:
             try:
                 answer = await claim(request)
             except StoreUnavailable as error:
-                answer = await self._claim_again(flight, request, claim, error)
+                answer = await self._claim_again(flight, call, request, claim, error)
 
     async def _claim_again(
-        self, flight: Flight, request: ClaimRequest, claim: Claim, error: StoreUnavailable
+        self,
+        flight: Flight,
+        call: Call,
+        request: ClaimRequest,
+        claim: Claim,
+        error: StoreUnavailable,
     ) -> ClaimAnswer:
         """Asks again when the answer was lost: the token tells whose claim it was."""
         retries = Retries(CLAIM_TRIES, self._monotonic)
         while True:
-            self._report(EventKind.STORE_UNAVAILABLE, request.key, detail=str(error))
+            self._report(EventKind.STORE_UNAVAILABLE, call, detail=str(error))
             pause = retries.pause_after(error)
             if pause is None:
                 break
@@ -299,7 +339,8 @@ class Engine:
         if call.nest is not None:
             call.nest.is_replay, call.nest.active_ms = True, flight.active_ms
         if payload is None:
-            raise gone(call)
+            self._report(EventKind.REPLAYED, call, answer.attempt)
+            raise gone(call, answer.state)
         kept_ms = 0 if answer.nothing_happened else answer.remaining_ms
         self._runner.remember(call, flight, payload, answer.attempt, asked, kept_ms)
         if self._cache is not None:
@@ -332,6 +373,8 @@ class Engine:
             signal = self._clock.signal()
             if not self._flights.enlist(flight, phase, signal):
                 continue
+            if phase is not Phase.CLAIMING:
+                call.progress.begin_wait()
             # Looked at now and then: signals may have kept the leader from telling, and past the
             # lease it may be taken away.
             while flight.phase is phase and not await signal.wait(self._patience(wait_until)):
@@ -380,7 +423,7 @@ class Engine:
     # Replays and refusals.
 
     def _replay(self, call: Call, payload: Payload, attempt: int, source: str) -> Answer[Any]:
-        self._report(EventKind.REPLAYED, call.key, call.operation, attempt, source=source)
+        self._report(EventKind.REPLAYED, call, attempt, source=source)
         return Answer(replayed_value(call, payload), True, attempt)
 
     def _check_same(self, call: Call, other: Requested, source: str) -> None:
@@ -388,7 +431,7 @@ class Engine:
             raise self._reused(call, other.operation, source)
 
     def _reused(self, call: Call, operation: str, source: str) -> KeyReused:
-        self._report(EventKind.MISMATCHED, call.key, call.operation, source=source)
+        self._report(EventKind.MISMATCHED, call, source=source)
         error = reused(call, operation)
         error.is_known_here = source == "process"
         return error
@@ -409,7 +452,7 @@ class Engine:
                 call.operation, flight.seconds_run(now), left if has_lease else None
             )
         kind = EventKind.WAIT_TIMED_OUT if has_waited else EventKind.IN_FLIGHT
-        self._report(kind, call.key, call.operation, source=source)
+        self._report(kind, call, source=source)
         waited = f" after a wait of {call.policy.wait_seconds:g} s" if has_waited else ""
         error = in_flight(
             call,

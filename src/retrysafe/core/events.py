@@ -1,20 +1,32 @@
-"""What happened, for logs, metrics and traces. Owns the names; it must not know who listens."""
+"""What happened, for logs, metrics and traces. Owns the names; it must not know who listens.
+
+Every protected call ends in exactly one `Result`. Its parts note what became of it in the call's
+`Progress`, and whoever began the call ends it with one last event: `ANSWERED`.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-from retrysafe.core.keys.key import Key
+from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.core.model import SettleKind, plain_members
+from retrysafe.errors import ClaimLost, StoreError
+
+if TYPE_CHECKING:
+    from retrysafe.core.call import Call
 
 
 @plain_members
 class EventKind(StrEnum):
     """Everything that the engine reports."""
 
+    # The first and the last event of every protected call.
+    CALLED = "called"
+    ANSWERED = "answered"
     CLAIMED = "claimed"
     TAKEN_OVER = "taken over"
     REPLAYED = "replayed"
@@ -31,9 +43,222 @@ class EventKind(StrEnum):
     SETTLE_FAILED = "settle failed"
     STORE_UNAVAILABLE = "store unavailable"
     UNPROTECTED = "unprotected"
-    KEY_IGNORED = "key_ignored"
+    UNMATCHED = "unmatched"
+    KEY_IGNORED = "key ignored"
     ABANDONED = "abandoned"
     POSTPONED = "postponed"
+    # A worker has looked for abandoned claims, and has swept all there was; both say how many.
+    LOOKED = "looked"
+    SWEPT = "swept"
+
+
+@plain_members
+class Result(StrEnum):
+    """What came of a protected call: each counts under exactly one of these."""
+
+    EXECUTED = "executed"
+    REPLAYED = "replayed"
+    IN_FLIGHT = "in_flight"
+    MISMATCHED = "mismatched"
+    WAIT_TIMED_OUT = "wait_timed_out"
+    FAILED = "failed"
+    RELEASED = "released"
+    # Its claim was gone when it ended, or it was cut off: no outcome of this call stands.
+    LOST = "lost"
+    WITHHELD = "withheld"
+    EXHAUSTED = "exhausted"
+    STORE_UNAVAILABLE = "store_unavailable"
+    UNPROTECTED = "unprotected"
+    UNMATCHED = "unmatched"
+
+
+# What is told of an ending, whoever wrote it.
+ENDING_KINDS: Final = {
+    SettleKind.COMPLETE: EventKind.COMPLETED,
+    SettleKind.FAIL: EventKind.FAILED,
+    SettleKind.RELEASE: EventKind.RELEASED,
+}
+_ENDINGS: Final = {
+    EventKind.COMPLETED: "succeeded",
+    EventKind.FAILED: "failed",
+    EventKind.RELEASED: "released",
+    EventKind.POSTPONED: "released",
+}
+# The last of these that is noted of a call is its result.
+_RESULTS: Final = {
+    EventKind.REPLAYED: Result.REPLAYED,
+    EventKind.MISMATCHED: Result.MISMATCHED,
+    EventKind.IN_FLIGHT: Result.IN_FLIGHT,
+    EventKind.WAIT_TIMED_OUT: Result.WAIT_TIMED_OUT,
+    EventKind.COMPLETED: Result.EXECUTED,
+    EventKind.FAILED: Result.FAILED,
+    EventKind.RELEASED: Result.RELEASED,
+    EventKind.POSTPONED: Result.RELEASED,
+    EventKind.EXHAUSTED: Result.EXHAUSTED,
+    EventKind.WITHHELD: Result.WITHHELD,
+    EventKind.LOST: Result.LOST,
+    EventKind.SETTLE_FAILED: Result.STORE_UNAVAILABLE,
+    EventKind.STORE_UNAVAILABLE: Result.STORE_UNAVAILABLE,
+    EventKind.UNPROTECTED: Result.UNPROTECTED,
+    EventKind.UNMATCHED: Result.UNMATCHED,
+}
+# These are noted before the ending is written, and say more of it than the ending does.
+_REASONS: Final = frozenset({Result.EXHAUSTED, Result.WITHHELD})
+
+Monotonic = Callable[[], float]
+
+
+def _no_time() -> float:
+    return 0.0
+
+
+class Progress:
+    """What is known of one call so far; its last event tells all of it."""
+
+    __slots__ = (
+        "_reason",
+        "_settle_began_monotonic",
+        "attempt",
+        "began_monotonic",
+        "claim_seconds",
+        "ending",
+        "error",
+        "has_told_begin",
+        "is_ended",
+        "monotonic",
+        "notes",
+        "operation_began_monotonic",
+        "operation_seconds",
+        "result",
+        "seconds",
+        "settle_seconds",
+        "source",
+        "wait_began_monotonic",
+        "wait_seconds",
+    )
+
+    def __init__(self, monotonic: Monotonic) -> None:
+        self.monotonic = monotonic
+        self.began_monotonic = monotonic()
+        self.has_told_begin = False
+        self.is_ended = False
+        self.result: Result | None = None
+        self._reason: Result | None = None
+        # How its operation ended: succeeded, failed or released; empty where it did not run.
+        self.ending = ""
+        self.attempt = 0
+        self.source = "store"
+        # The class of what the caller was raised.
+        self.error = ""
+        # The whole call, and its parts as far as there were any.
+        self.seconds = 0.0
+        self.claim_seconds: float | None = None
+        self.operation_seconds: float | None = None
+        self.settle_seconds: float | None = None
+        self.wait_seconds: float | None = None
+        # When the operation began that is now running, and when the call began to wait.
+        self.operation_began_monotonic: float | None = None
+        self.wait_began_monotonic: float | None = None
+        self._settle_began_monotonic = 0.0
+        # What observers remember of the call until it ends, such as its span.
+        self.notes: dict[object, Any] | None = None
+
+    def note(self, kind: EventKind) -> None:
+        """Takes note of what happened."""
+        result = _RESULTS.get(kind)
+        if result is None:
+            # Claimed or taken over: from here on the operation runs, whatever it took to get here.
+            self.end_wait()
+            self.result = None
+            self.operation_began_monotonic = self.monotonic()
+            return
+        ending = _ENDINGS.get(kind)
+        if ending is not None:
+            self.ending = ending
+            result = self._reason or result
+        elif result in _REASONS:
+            self._reason = result
+        self.result = result
+
+    def end_claim(self, asked_monotonic: float) -> None:
+        """The store has answered a claim."""
+        self.claim_seconds = self.monotonic() - asked_monotonic
+
+    def begin_settle(self) -> None:
+        """The ending is on its way to the store."""
+        self._settle_began_monotonic = self.monotonic()
+
+    def end_settle(self) -> None:
+        """The ending stands."""
+        self.settle_seconds = self.monotonic() - self._settle_began_monotonic
+
+    def begin_wait(self) -> None:
+        """The call waits for another run."""
+        if self.wait_began_monotonic is None:
+            self.wait_began_monotonic = self.monotonic()
+
+    def end_wait(self) -> None:
+        """The wait is over, if there was one."""
+        if self.wait_began_monotonic is not None and self.wait_seconds is None:
+            self.wait_seconds = self.monotonic() - self.wait_began_monotonic
+
+    def end_operation(self) -> None:
+        """The operation has ended, well or not."""
+        if self.operation_began_monotonic is not None and self.operation_seconds is None:
+            self.operation_seconds = self.monotonic() - self.operation_began_monotonic
+
+    def end(self, error: BaseException | None) -> None:
+        """The call leaves, with what it raises."""
+        self.is_ended = True
+        self.end_operation()
+        self.end_wait()
+        self.seconds = self.monotonic() - self.began_monotonic
+        self.result = self.result_with(error)
+        if error is not None:
+            self.error = type(error).__name__
+
+    def result_with(self, error: BaseException | None) -> Result:
+        """The result, if the call leaves now with what it raises."""
+        if self.result is not None:
+            return self.result
+        if error is None:
+            return Result.EXECUTED
+        if isinstance(error, StoreError):
+            return Result.STORE_UNAVAILABLE
+        if isinstance(error, ClaimLost) or not isinstance(error, Exception):
+            return Result.LOST
+        return Result.RELEASED
+
+
+class _Unfollowed(Progress):
+    """Of a call that nobody hears of: nothing is noted, and no clock is read."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(_no_time)
+        self.is_ended = self.has_told_begin = True
+
+    def note(self, kind: EventKind) -> None:
+        pass
+
+    def end_claim(self, asked_monotonic: float) -> None:
+        pass
+
+    def begin_settle(self) -> None:
+        pass
+
+    def end_settle(self) -> None:
+        pass
+
+    def begin_wait(self) -> None:
+        pass
+
+    def end_operation(self) -> None:
+        pass
+
+
+UNFOLLOWED: Final[Progress] = _Unfollowed()
 
 
 @dataclass(slots=True)
@@ -47,39 +272,134 @@ class Event:
     detail: str = ""
     # Where the answer came from: "store", or "process" when no store call was needed.
     source: str = "store"
+    # The call that it belongs to, if it does.
+    call: Progress = UNFOLLOWED
+    # How many there were, of what a worker has done for the whole store.
+    count: int = 0
+
+    @property
+    def caller(self) -> str:
+        """A digest of the key's caller; empty for GLOBAL. `key.caller` is the caller itself."""
+        return caller_digest(self.key.caller)
+
+    @property
+    def result(self) -> Result | None:
+        """What came of the call; None before it was answered."""
+        return self.call.result if self.call.is_ended else None
+
+
+def caller_digest(caller: str) -> str:
+    """What tells a caller from others without its name; empty for GLOBAL."""
+    return hashlib.sha256(caller.encode()).hexdigest()[:16] if caller else ""
 
 
 Emit = Callable[[Event], None]
+# The key of events that are about none.
+NO_KEY: Final = Key("(no key)", caller=GLOBAL)
 # What is shown where an operation has no name, as a lambda has none.
 UNNAMED: Final = "(unnamed)"
 ALL_KINDS: Final = frozenset(EventKind)
-# What is told of an ending, whoever wrote it.
-ENDING_KINDS: Final = {
-    SettleKind.COMPLETE: EventKind.COMPLETED,
-    SettleKind.FAIL: EventKind.FAILED,
-    SettleKind.RELEASE: EventKind.RELEASED,
-}
+_OF_CALLS: Final = frozenset({EventKind.CALLED, EventKind.ANSWERED})
 
 
 class Reporter:
     """Tells the listener what it wants to hear; what nobody wants costs one look-up."""
 
-    __slots__ = ("_emit", "kinds")
+    __slots__ = ("_emit", "hears_calls", "kinds")
 
     def __init__(self, emit: Emit | None, kinds: frozenset[EventKind] = ALL_KINDS) -> None:
         self._emit = emit
         # What somebody wants to hear of. For those who have no time for a call that does nothing.
         self.kinds = frozenset() if emit is None else kinds
+        # Whether anything is to be noted of calls.
+        self.hears_calls = bool(self.kinds & _OF_CALLS)
 
     def __call__(
+        self,
+        kind: EventKind,
+        call: Call,
+        attempt: int = 0,
+        detail: str = "",
+        source: str = "store",
+    ) -> None:
+        """Reports what became of a call."""
+        progress = call.progress
+        if progress is not UNFOLLOWED and self._emit is not None:
+            progress.note(kind)
+            progress.source = source
+            if attempt:
+                progress.attempt = attempt
+        if kind in self.kinds and self._emit is not None:
+            self._emit(Event(kind, call.key, call.operation, attempt, detail, source, progress))
+
+    def beside(
         self,
         kind: EventKind,
         key: Key,
         operation: str = "",
         attempt: int = 0,
         detail: str = "",
-        source: str = "store",
+        call: Progress = UNFOLLOWED,
     ) -> None:
-        """Reports one event."""
+        """Reports what says nothing of how a call ends: a renewal, a step, an abandoned claim."""
         if kind in self.kinds and self._emit is not None:
-            self._emit(Event(kind, key, operation, attempt, detail, source))
+            self._emit(Event(kind, key, operation, attempt, detail, call=call))
+
+    def worked(self, kind: EventKind, count: int) -> None:
+        """Reports a worker's pass over the whole store, which is about no key."""
+        if kind in self.kinds and self._emit is not None:
+            self._emit(Event(kind, NO_KEY, count=count))
+
+    def passed_by(self, key: Key, operation: str) -> None:
+        """Reports a key that was sent where no rule fits: all that retrysafe has of the call."""
+        progress = Progress(_no_time)
+        progress.note(EventKind.UNMATCHED)
+        progress.end(None)
+        self.beside(EventKind.UNMATCHED, key, operation, call=progress)
+        self.beside(EventKind.ANSWERED, key, operation, call=progress)
+
+    # A call, from its first event to its last.
+
+    def begins(self, call: Call, monotonic: Monotonic) -> bool:
+        """Begins to follow a call, unless nobody listens or it is followed already.
+
+        Whoever hears True ends it.
+        """
+        if not self.hears_calls or not call.progress.is_ended:
+            return False
+        call.progress = Progress(monotonic)
+        return True
+
+    def tell_begin(self, call: Call) -> None:
+        """The first event of a call; told once."""
+        progress = call.progress
+        if progress.has_told_begin:
+            return
+        progress.has_told_begin = True
+        if EventKind.CALLED in self.kinds and self._emit is not None:
+            self._emit(Event(EventKind.CALLED, call.key, call.operation, call=progress))
+
+    def leave(self, call: Call, error: BaseException | None = None) -> None:
+        """As `end`, but a call whose store is down stays open if it may run unprotected."""
+        result = call.progress.result_with(error)
+        if not call.fails_open or result is not Result.STORE_UNAVAILABLE:
+            self.end(call, error)
+
+    def end(self, call: Call, error: BaseException | None = None) -> None:
+        """The last event of a call; told once, and never for a call that nobody follows."""
+        progress = call.progress
+        if progress.is_ended:
+            return
+        self.tell_begin(call)
+        progress.end(error)
+        if EventKind.ANSWERED in self.kinds and self._emit is not None:
+            self._emit(
+                Event(
+                    EventKind.ANSWERED,
+                    call.key,
+                    call.operation,
+                    progress.attempt,
+                    source=progress.source,
+                    call=progress,
+                )
+            )

@@ -231,6 +231,8 @@ class Settlement:
     entries: tuple[StagedEntry, ...] = ()
     # Whether the rule lists this ending as one with which nothing happened.
     nothing_happened: bool = False
+    # Whether the stored arguments go with it: nobody needs them after an ending for good.
+    drops_arguments: bool = False
 
 
 @dataclass(slots=True)
@@ -306,22 +308,36 @@ class StoredKey:
     arguments: Payload | None = None
 
 
-@dataclass(slots=True)
-class RecordQuery:
-    """Which records an operator wants to see, newest claim first."""
-
-    caller: str | None = None
-    text_prefix: str = ""
-    conditions: frozenset[Condition] = frozenset()
-    limit: int = 50
-
-
 class OperatorCommand(StrEnum):
     """What an operator may do to one key."""
 
     RELEASE = "release"
     FORCE_RELEASE = "force release"
     EXPIRE = "expire"
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorNote:
+    """Who changes a key by a command, and why; kept with the change."""
+
+    operator: str = ""
+    reason: str = ""
+
+
+NO_NOTE: Final = OperatorNote()
+
+
+@dataclass(slots=True)
+class OperatorAction:
+    """A command that changed a key, as it is kept."""
+
+    command: str
+    # What the key was before.
+    condition: str
+    attempt: int
+    operator: str
+    reason: str
+    acted_at_ms: int
 
 
 @dataclass(slots=True)

@@ -43,6 +43,7 @@ from retrysafe.core.values import codec
 from retrysafe.errors import (
     KeyReused,
     OperationInFlight,
+    OutcomeUnavailable,
     RetrysafeError,
     StoreError,
     StoreUnavailable,
@@ -223,8 +224,11 @@ class NestedRunner:
             return None
         if ended is not None:
             ending, payload = _ENDINGS[ended.state], ended.payload
-        elif nest.is_replay:
+        elif nest.is_replay and isinstance(error, OutcomeUnavailable):
             ending, payload = Ending.SUCCEEDED, codec.withheld("it is no longer stored")
+        elif nest.is_replay:
+            ending = Ending.FAILED
+            payload = codec.encode_failure(error, call.policy.outcome_limit_bytes)
         else:
             return None
         ending, payload = await self._settler.settle_judged(
@@ -297,6 +301,7 @@ def _inner_of(call: Call, lease: Lease, answer: ClaimAnswer) -> Call:
     assert call.inner is not None  # Only outer levels come here.
     return replace(
         call.inner,
+        progress=call.progress,
         fingerprints=_begun_first(call.fingerprints, fingerprint),
         nest=Nest(
             around.keys,

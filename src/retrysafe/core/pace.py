@@ -29,8 +29,17 @@ _WALK_REST_LEAST_SECONDS: Final = 1.0
 _WALK_REST_MOST_SECONDS: Final = 60.0
 
 
+def rest_of_command(report: SweepReport, took_seconds: float) -> float:
+    """The seconds to rest after a round of a sweep that somebody waits for.
+
+    Claims wait for what a round writes. One that found nothing has only read.
+    """
+    has_removed = report.keys or report.outcomes or report.entries
+    return rest_within_walk(took_seconds) if has_removed else 0.0
+
+
 def rest_within_walk(took_seconds: float) -> float:
-    """The seconds to rest after a round that left more to do, whoever does the rounds."""
+    """The seconds to rest after a round that left more to do, of a sweeper that never ends."""
     return max(_REST_LEAST_SECONDS, took_seconds * _REST_SHARE)
 
 

@@ -19,6 +19,7 @@ from retrysafe.errors import (
     CommitHookFailed,
     OperationInFlight,
     PolicyInvalid,
+    ResumedRequestRefused,
     RetrysafeError,
     SecretMissing,
 )
@@ -156,6 +157,9 @@ class Policy:
             return Ending.FAILED
         if isinstance(error, OperationInFlight) and not error.has_record:
             # The key runs without a claim, and nothing has run under this one.
+            return Ending.RELEASED
+        if isinstance(error, ResumedRequestRefused):
+            # Kept, it would tell a client that asked with its credentials that it had none.
             return Ending.RELEASED
         if isinstance(error, SecretMissing):
             # Another process knows the secret, or this one after its next start: kept, it would end

@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from retrysafe.core.events import Reporter
 from retrysafe.core.keys.key import Key
 from retrysafe.core.lease import Lease
+from retrysafe.core.listing import RecordPage, RecordQuery
 from retrysafe.core.model import (
+    NO_NOTE,
     ClaimAnswer,
     ClaimRequest,
     Decision,
     ExtendAnswer,
     Extension,
     OperatorCommand,
-    RecordQuery,
+    OperatorNote,
     SettleAnswer,
     Settlement,
     StagedEntry,
@@ -126,8 +128,11 @@ class Store(Protocol):
         An operation asks for it, so it is found without a scan.
         """
 
-    async def list_records(self, query: RecordQuery) -> list[StoredKey]:
-        """Records for an operator, newest claim first, without steps and audit."""
+    async def list_records(self, query: RecordQuery) -> RecordPage:
+        """Records for an operator, newest claim first, without steps and audit.
+
+        A store that cannot search everything within `query.seconds` says in the page what it left.
+        """
 
     async def list_abandoned(self, limit: int) -> list[StoredKey]:
         """At most `limit` pending records whose lease has ended, without steps and audit.
@@ -151,8 +156,10 @@ class Store(Protocol):
         The arguments of the request are not looked at: those that are stored stay.
         """
 
-    async def operate(self, key: Key, command: OperatorCommand) -> Decision:
-        """Applies an operator's command."""
+    async def operate(
+        self, key: Key, command: OperatorCommand, note: OperatorNote = NO_NOTE
+    ) -> Decision:
+        """Applies an operator's command, and keeps who gave it and why with the change."""
 
     async def sweep(self, limit: int) -> SweepReport:
         """Removes at most `limit` outlived keys and `limit` outcomes past their audit window.

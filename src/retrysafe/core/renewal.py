@@ -82,7 +82,7 @@ async def _renew_batch(
         if isinstance(answer, StoreError):
             # The lease may still be renewed before it ends, so try again soon.
             lease.put_off(monotonic())
-            report(EventKind.RENEWAL_FAILED, lease.key, detail=str(answer))
+            report.beside(EventKind.RENEWAL_FAILED, lease.key, detail=str(answer))
         elif answer.decision is Decision.LOST and lease.may_be_settled:
             # By the user's commit, most likely, after which the operation may still be at work.
             lease.end_renewals(monotonic())

@@ -99,7 +99,7 @@ class Runner:
         event_kind = (
             EventKind.TAKEN_OVER if answer.condition is Condition.ABANDONED else EventKind.CLAIMED
         )
-        self._report(event_kind, call.key, call.operation, number)
+        self._report(event_kind, call, number)
         lease = self.begin(flight, call, request, answer, asked)
         # Crashes of the levels around count as if they were this one's.
         count = (
@@ -132,6 +132,7 @@ class Runner:
                 return told
             ended = self._monotonic()
             self._run_times.add(call.operation, ended - asked)
+            call.progress.end_operation()
             joined = attempt.joined
             if joined and await self._is_settled(flight, call, joined, number, ended, None):
                 return Answer(joined.value, False, number)
@@ -170,6 +171,8 @@ class Runner:
             return
         if is_refusal(error):
             return
+        # As far as its caller will ever know.
+        call.progress.note(EventKind.COMPLETED)
         orphan = self._settle_returned(call, lease, attempt, made.value)
         self._ports.background.finish(orphan, self._settler.abandoning(call, attempt.number))
 
@@ -223,6 +226,7 @@ class Runner:
             return None
         asked, number = self._monotonic(), attempt.number
         self._run_times.add(call.operation, flight.seconds_run(asked))
+        call.progress.end_operation()
         joined = attempt.joined
         if joined and await self._is_settled(flight, call, joined, number, asked, error):
             return None
@@ -265,6 +269,8 @@ class Runner:
         error: Exception | None,
     ) -> bool:
         """Whether the user's transaction settles the attempt, so that nothing is left to write."""
+        # Nobody may ever hear whether it stands.
+        call.progress.note(ENDING_KINDS[joined.kind])
         try:
             fate = await joined.fate()
         except StoreError:
@@ -274,7 +280,7 @@ class Runner:
         if fate is Fate.STANDS:
             assert flight.lease is not None  # It is the flight of a run.
             flight.lease.is_settled = True
-            self._report(ENDING_KINDS[joined.kind], call.key, call.operation, attempt)
+            self._report(ENDING_KINDS[joined.kind], call, attempt)
             self.remember(call, flight, joined.payload, attempt, asked, call.policy.active_ms)
         # While it is open, the record is locked by it and only its commit or its rollback decides;
         # writing here would wait for a caller who waits for us.
@@ -287,7 +293,7 @@ class Runner:
         asked = self._monotonic()
         ending = await self._last_failure(call.key)
         # Before the write, which a cancelled caller does not see the end of.
-        self._report(EventKind.EXHAUSTED, call.key, call.operation, attempt, ending)
+        self._report(EventKind.EXHAUSTED, call, attempt, ending)
         payload = await self._settler.settle(
             call,
             lease,

@@ -64,6 +64,9 @@ def settlement_of(
         settlement.entries = entries
     if call.nothing_happened is not None and ending is not Ending.SUCCEEDED:
         settlement.nothing_happened = call.nothing_happened(came_to)
+    if call.arguments is not None or call.recovers is not None:
+        # A released key keeps its own: the next attempt may be abandoned too.
+        settlement.drops_arguments = ending is not Ending.RELEASED
     return settlement
 
 
@@ -163,7 +166,7 @@ class Settler:
         """
         if ending is not Ending.RELEASED or call.recovers is None:
             return False
-        self._report(EventKind.POSTPONED, call.key, call.operation, attempt, str(error))
+        self._report(EventKind.POSTPONED, call, attempt, str(error))
         return True
 
     async def settle(
@@ -183,6 +186,7 @@ class Settler:
         not be told within the policy's patience.
         """
         settlement = settlement_of(call, lease, ending, payload, entries, came_to)
+        call.progress.begin_settle()
         try:
             answer = await self._write(call, settlement, attempt, value)
         except BaseException as error:
@@ -191,7 +195,8 @@ class Settler:
             raise
         if answer.decision is Decision.LOST:
             raise self._lost(call, attempt)
-        self._report(ENDING_KINDS[settlement.kind], call.key, call.operation, attempt)
+        call.progress.end_settle()
+        self._report(ENDING_KINDS[settlement.kind], call, attempt)
         lease.is_settled = True
         assert settlement.payload is not None  # Every ending has one.
         return settlement.payload
@@ -203,6 +208,8 @@ class Settler:
         harmless, the token confirms the second.
         """
         lease.is_handed_over = True
+        # As far as its caller will ever know.
+        call.progress.note(ENDING_KINDS[settlement.kind])
         for held, ending in [(lease, settlement), *_around(call, settlement)]:
             orphan = self._settle_orphan(call, held, ending, attempt)
             self._background.finish(orphan, self.abandoning(call, attempt))
@@ -223,7 +230,7 @@ class Settler:
 
     def abandoning(self, call: Call, attempt: int) -> Callable[[str], None]:
         """What tells of an ending that nobody can write any more."""
-        return partial(self._report, EventKind.SETTLE_FAILED, call.key, call.operation, attempt)
+        return partial(self._report, EventKind.SETTLE_FAILED, call, attempt)
 
     async def _write(
         self, call: Call, settlement: Settlement, attempt: int, value: Any = None
@@ -265,10 +272,10 @@ class Settler:
         lease.is_settled = True
         if settlement.key == call.key:
             # Not for the claims around: observers hear of a call once, from where it ended.
-            self._report(ENDING_KINDS[settlement.kind], call.key, call.operation, attempt)
+            self._report(ENDING_KINDS[settlement.kind], call, attempt)
 
     def _lost(self, call: Call, attempt: int) -> ClaimLost:
-        self._report(EventKind.LOST, call.key, call.operation, attempt)
+        self._report(EventKind.LOST, call, attempt)
         return ClaimLost(
             f"the claim on {call.key.text!r} was taken over, or released by an operator; this "
             "outcome was not stored",
@@ -276,7 +283,7 @@ class Settler:
         )
 
     def _tell(self, call: Call, attempt: int, kind: EventKind, detail: str) -> None:
-        self._report(kind, call.key, call.operation, attempt, detail)
+        self._report(kind, call, attempt, detail)
 
     def _not_stored(
         self, call: Call, attempt: int, value: Any, error: Exception

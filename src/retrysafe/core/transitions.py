@@ -28,7 +28,9 @@ from retrysafe.core.model import (
     ExtendAnswer,
     Extension,
     Fingerprint,
+    OperatorAction,
     OperatorCommand,
+    OperatorNote,
     Payload,
     Record,
     SettleAnswer,
@@ -70,6 +72,21 @@ def claim(
     assert record is not None  # Only an absent record has no row, and absent is always admitted.
     is_corrected = trigger is Trigger.CLAIM_CORRECTED
     return _claimed(record, request, decision, condition, now_ms, is_corrected=is_corrected)
+
+
+def admitted(request: ClaimRequest, now_ms: int) -> ClaimAnswer:
+    """What `claim` answers where there is no record, for stores whose statement has decided that.
+
+    `insert_key`, `claim_one` and their like insert what `claim` would give.
+    """
+    return ClaimAnswer(
+        Decision.ADMIT,
+        Condition.ABSENT,
+        attempt=1,
+        remaining_ms=request.lease_ms,
+        lease_ends_at_ms=now_ms + request.lease_ms,
+        state=State.PENDING,
+    )
 
 
 def is_new_request(record: Record, changed: Record, decision: Decision) -> bool:
@@ -319,6 +336,16 @@ def operate(
         expires_at_ms=expires_at_ms,
     )
     return released, decision
+
+
+def action_of(
+    record: Record, command: OperatorCommand, note: OperatorNote, now_ms: int
+) -> OperatorAction:
+    """What is kept of a command that is applied to a record."""
+    condition = condition_of(record, now_ms)
+    return OperatorAction(
+        command.value, condition.value, record.attempt, note.operator, note.reason, now_ms
+    )
 
 
 def _window_ms(record: Record) -> int:

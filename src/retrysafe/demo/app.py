@@ -12,20 +12,21 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
-from html import escape
 from http import HTTPStatus
 from inspect import isawaitable
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from retrysafe import AsyncIdempotency, Attempt, FingerprintRule, Policy, __version__
 from retrysafe.contrib.fastapi import Retrysafe, idempotent
+from retrysafe.dashboard import Dashboard
 from retrysafe.demo.ledger import Entry, Ledger
+from retrysafe.demo.playground import add_playground, restart_if_asked
 from retrysafe.http import AtomicAttempt, bearer_token
 from retrysafe.relay import AsyncRelay, Delivery, RelayPolicy
 from retrysafe.stores import open_store
@@ -40,11 +41,19 @@ SIMULATED: Final = FingerprintRule(exclude=("/delay_ms", "/outcome"))
 SIMULATED_CHECKOUT: Final = FingerprintRule(exclude=("/delay_ms", "/crash_after"))
 
 
-def make_app(url: str, ledger: Ledger) -> FastAPI:
+def make_app(url: str, ledger: Ledger, dashboard_token: str | None = None) -> FastAPI:
     """The API on the store at this URL; the ledger is in the same database."""
     store = open_store(url, is_async=True)
     policy = Policy(lease=LEASE, wait_limit=timedelta(seconds=60))
-    idempotency = AsyncIdempotency(store, policy=policy, fingerprint=SIMULATED, secret=SECRET)
+    # Everybody may look, because the demo listens on the loopback interface alone.
+    dashboard = Dashboard(url, token=dashboard_token, show_bodies=True, is_open_on_loopback=True)
+    idempotency = AsyncIdempotency(
+        store,
+        policy=policy,
+        fingerprint=SIMULATED,
+        secret=SECRET,
+        observers=[dashboard.observer],
+    )
     every = RelayPolicy(lease=LEASE, timeout=LEASE, poll=timedelta(milliseconds=200))
     relay = AsyncRelay(store, send_receipts(ledger), policy=every)
 
@@ -59,6 +68,7 @@ def make_app(url: str, ledger: Ledger) -> FastAPI:
                 relay.stop()
                 await delivering
                 await store.close()
+                await asyncio.to_thread(dashboard.close)
 
     app = FastAPI(
         title="retrysafe demo",
@@ -75,7 +85,8 @@ def make_app(url: str, ledger: Ledger) -> FastAPI:
     add_lists(app, ledger, "/effects", "")
     for operation in ("charge", "order", "checkout"):
         add_lists(app, ledger, f"/{operation}s", operation)
-    app.add_api_route("/", front_page, include_in_schema=False)
+    app.mount("/retrysafe", dashboard.asgi)
+    add_playground(app)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, refused)
     return app
@@ -264,6 +275,7 @@ async def simulate(delay_ms: int, outcome: Outcome = "ok") -> None:
 def crash() -> None:
     """Ends the process as a power cut does: only what is committed stays."""
     os.write(2, b"Crashed as asked. Start the demo again, and send the same request again.\n")
+    restart_if_asked()
     os._exit(70)
 
 
@@ -317,44 +329,3 @@ async def invalid(request: Request, error: Any) -> Response:
             hint = "The body was not read as JSON: send it with Content-Type: application/json."
             more["detail"] = f"{hint} {more['detail']}"
     return problem(422, "The request is invalid", retryable=False, **more)
-
-
-# The front page.
-
-CHARGE: Final = '{"amount":1000,"currency":"eur","customer":"c1"}'
-ORDER: Final = '{"item":"widget","quantity":1,"customer":"c1"}'
-CHECKOUT: Final = '{"customer":"c1","items":["widget","gadget"]}'
-CALLS: Final = (
-    ("Charge a customer; optional: delay_ms, outcome", "charges", CHARGE),
-    ("Send the same again: a replay", "charges", CHARGE),
-    ("Send another charge with the same key: 422", "charges", CHARGE.replace("1000", "9999")),
-    ("Place an order; optional: delay_ms, outcome (ok, decline, error, crash)", "orders", ORDER),
-    (
-        "Check out; optional: delay_ms, crash_after (reserve, charge, receipt)",
-        "checkouts",
-        CHECKOUT,
-    ),
-    ("See what was really executed; also at /charges, /orders and /checkouts", "effects", ""),
-    ("Read the policy, which is generated from the rules", "idempotency-policy", ""),
-    ("Read the OpenAPI document", "openapi.json", ""),
-)
-
-
-def curl_lines(url: str) -> list[tuple[str, str]]:
-    """Every call: what it does, and the line to paste."""
-    start = "curl -i -H 'Authorization: Bearer me' -H 'Content-Type: application/json'"
-    return [
-        (text, f"{start} -H 'Idempotency-Key: \"{path}-1\"' -d '{body}' {url}/{path}")
-        if body
-        else (text, f"curl {url}/{path}")
-        for text, path, body in CALLS
-    ]
-
-
-async def front_page(request: Request) -> HTMLResponse:
-    """A plain list of the calls."""
-    calls = "\n".join(
-        f"<p>{escape(text)}<pre>{escape(line)}</pre>"
-        for text, line in curl_lines(str(request.base_url).rstrip("/"))
-    )
-    return HTMLResponse(f"<!doctype html><title>retrysafe demo</title>\n{calls}\n")

@@ -17,7 +17,9 @@ from retrysafe.http.plan import Plan
 from retrysafe.http.protection import Protection
 from retrysafe.http.request import Headers, Request
 from retrysafe.http.responses import Response
+from retrysafe.http.resumption import resumed_caller
 from retrysafe.http.rules import ACCEPT, Rule, StatusRule, Streaming
+from retrysafe.http.stored_request import Resumable
 from retrysafe.http.wsgi import WSGIIdempotencyMiddleware
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "Protection",
     "Request",
     "Response",
+    "Resumable",
     "Rule",
     "StatusRule",
     "Streaming",
@@ -43,4 +46,5 @@ __all__ = [
     "basic_user",
     "bearer_token",
     "gateway_header",
+    "resumed_caller",
 ]

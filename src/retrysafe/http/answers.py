@@ -15,7 +15,8 @@ from urllib.parse import quote
 
 from retrysafe.core.call import Answer
 from retrysafe.core.keys.key import GlobalCaller
-from retrysafe.core.policy import InFlight
+from retrysafe.core.policy import InFlight, Policy
+from retrysafe.core.run_times import RunTimes
 from retrysafe.errors import (
     Closed,
     KeyReused,
@@ -146,6 +147,12 @@ class Answers:
             seconds = policy.wait_seconds if policy.in_flight is InFlight.WAIT else 0
             response.headers.append((b"preference-applied", b"wait=%d" % seconds))
         return response
+
+
+def first_look(operation: str, policy: Policy, run_times: RunTimes) -> timedelta:
+    """When to look for the outcome of a run that has just begun."""
+    lease_seconds = policy.lease.total_seconds()
+    return timedelta(seconds=run_times.retry_after(operation, 0.0, lease_seconds))
 
 
 def _is_known_here(error: BaseException) -> bool:

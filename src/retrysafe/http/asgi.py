@@ -21,6 +21,8 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.keys.key import GlobalCaller
 from retrysafe.core.ports import Waits
 from retrysafe.errors import InvalidInput
+from retrysafe.http import asgi_resume, resumers
+from retrysafe.http.answers import first_look
 from retrysafe.http.asgi_io import (
     TOO_LARGE,
     app_prefix_of,
@@ -52,6 +54,7 @@ from retrysafe.http.policy_page import PolicyReaders
 from retrysafe.http.protection import STORE_TIMEOUT, Protection
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
+from retrysafe.http.resumption import RESUMED_NAME
 from retrysafe.http.routes import Route
 from retrysafe.http.rules import Rule, checked_rules
 from retrysafe.http.unprotected import UnprotectedRuns
@@ -106,6 +109,8 @@ class IdempotencyMiddleware:
             limits=limits,
         )
         self._assemble(app, idempotency, protection)
+        self.register(protection.table.routes)
+        resumers.protections.add(self)
         # Around one endpoint of an application, the pages are where its other rules are.
         self._prefix_of = prefix_of if rule is None else app_prefix_of
 
@@ -118,6 +123,16 @@ class IdempotencyMiddleware:
         made = cls.__new__(cls)
         made._assemble(app, idempotency, protection)  # noqa: SLF001 — its own, as in __init__.
         return made
+
+    def register(self, routes: Iterable[Route]) -> None:
+        """For integrations: lets workers find these routes; raises as `resumers.register` does."""
+        calls = self.calls
+        resumers.register(
+            calls.operations, self.protection, routes, partial(asgi_resume.resume, calls)
+        )
+
+    def refresh(self) -> None:
+        """For workers: all routes are known from the start."""
 
     def around(self, app: App) -> Self:
         """For integrations: the same around another endpoint; both share what is remembered."""
@@ -211,6 +226,12 @@ class IdempotencyMiddleware:
         self, route: Route, request: Request, prefix: str, receive: Receive, send: Send
     ) -> None:
         """For integrations: answers a request of a route; its `host` is the ASGI scope."""
+        if RESUMED_NAME in request.host:
+            resumed = asgi_resume.resumed_plan(route, request, prefix, self.protection.outcome_of)
+            if resumed is not None:
+                run = AppRun(self.app, self._runs, resumed, request.host, receive, send)
+                await asgi_resume.serve(run, request.host, send)
+                return
         plan = self.protection.begin(route, request, prefix)
         if self._has_async_caller and isinstance(plan, Plan):
             plan = await self.protection.identified(plan)
@@ -289,7 +310,7 @@ class IdempotencyMiddleware:
         waiter: asyncio.Future[Answer[Any]] = loop.create_future()
         # Without a place in the background it is answered when it has ended, within the limits that
         # the server has for requests.
-        may_go_on = plan.preference.respond_async and is_news
+        may_go_on = is_news and (plan.preference.respond_async or plan.route.accepts_first)
         if may_go_on and self.protection.background.enter(run):
             run.started = loop.create_future()
             run.background = self.protection.background
@@ -299,31 +320,27 @@ class IdempotencyMiddleware:
         run.settling = loop.create_task(self._settle(run, call, waiter))
         try:
             if run.started is not None and not await _is_prompt(run, waiter):
-                return answers.accepted(plan, self._hint(call))
+                return answers.accepted(
+                    plan, first_look(call.operation, call.policy, self.calls.run_times)
+                )
             return answers.answered(plan, await waiter, run.response, is_news=is_news)
         except asyncio.CancelledError:
             _leave(run, waiter)
             raise
         except Exception as error:
             if error is run.error:
+                self.calls.report.end(call, error)
                 if run.response is None:
                     raise  # The application's own: the server above us deals with it as ever.
                 return run.response
             if run.task is None and self.protection.fails_open(plan, error):
                 return None
+            self.calls.report.end(call, error)
             refusal = answers.refused(plan, error, is_news=is_news)
             if refusal is None:
                 run.abandon()
                 raise
             return refusal
-
-    def _hint(self, call: Call) -> timedelta:
-        """When to look for the outcome of a run that has just begun."""
-        policy = call.policy
-        run_times = self.calls.run_times
-        return timedelta(
-            seconds=run_times.retry_after(call.operation, 0.0, policy.lease.total_seconds())
-        )
 
     def _outcome(self, run: AppRun, call: Call) -> Coroutine[Any, Any, Answer[Any]]:
         """Runs the application once: in a transaction, with a claim, or without one."""
@@ -363,8 +380,11 @@ class IdempotencyMiddleware:
             if not waiter.done():
                 waiter.set_exception(error)
             else:
+                self.calls.report.end(call, error)
                 _logger.exception("a protected request failed after its client had gone")
-        except BaseException:
+        except BaseException as error:
+            if waiter.cancelled():
+                self.calls.report.end(call, error)
             waiter.cancel()
             raise
         else:

@@ -24,6 +24,7 @@ from retrysafe.core.keys.canonical import frame
 from retrysafe.core.keys.key import CALLER_LIMIT_CHARACTERS, GlobalCaller
 from retrysafe.core.keys.secret import PLAIN_TAG, Secrets
 from retrysafe.errors import InvalidInput, PolicyInvalid
+from retrysafe.http.header_names import HEADER_NAME, holds_credential
 from retrysafe.http.request import Request
 
 
@@ -41,8 +42,10 @@ class Credential:
 
     def __init__(self, scheme: str, value: bytes | str) -> None:
         if not isinstance(scheme, str) or _SCHEME.fullmatch(scheme) is None:
+            # Not shown: with the two swapped, this is the credential.
             raise InvalidInput(
-                f"a credential's scheme is a short word such as 'session', got {scheme!r}"
+                "a credential's scheme is a word of at most 20 small letters, digits and hyphens, "
+                "such as 'session': write Credential('session', token), in this order"
             )
         if isinstance(value, str):
             value = value.encode("utf-8", "surrogatepass")
@@ -57,7 +60,8 @@ class Credential:
 Told = str | Credential | GlobalCaller | None
 CallerOf = Callable[[Request], Told] | Callable[[Request], Awaitable[Told]]
 
-_SCHEME: Final = re.compile(r"[a-z0-9_-]{1,64}")
+# Too short for a token, which would be stored as it stands where the two are swapped.
+_SCHEME: Final = re.compile(r"[a-z][a-z0-9_-]{0,19}")
 # 160 bits: no two tokens will ever share them, and a row holds 40 characters.
 _DIGEST_CHARACTERS: Final = 40
 
@@ -205,7 +209,6 @@ def require_blocking(caller: object) -> None:
 
 _BEARER: Final = re.compile(rb"bearer +([!-~]+)", re.IGNORECASE)
 _BASIC: Final = re.compile(rb"basic +([!-~]+)", re.IGNORECASE)
-_HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 
 
 def bearer_token(request: Request) -> Credential | None:
@@ -278,7 +281,7 @@ def gateway_header(name: str) -> CallerOf:
     for a name that no header can have.
     """
     wanted = _checked_name(name)
-    if _CREDENTIAL_NAME.search(wanted):
+    if holds_credential(wanted):
         raise PolicyInvalid(
             f"{name} holds a credential, which is not stored in clear: use bearer_token or "
             f"api_key({name!r})"
@@ -294,15 +297,8 @@ def gateway_header(name: str) -> CallerOf:
     return caller_in_header
 
 
-# What headers of such names hold lets anybody in who reads it.
-_CREDENTIAL_NAME: Final = re.compile(
-    rb"authorization|cookie|token|secret|password|passwd|jwt|credential|bearer|key$|auth$"
-    rb"|(?:api|access)[-_.]?key|session(?:[-_.]?id)?$|\bsid$"
-)
-
-
 def _checked_name(name: str) -> bytes:
-    if not isinstance(name, str) or _HEADER_NAME.fullmatch(name) is None:
+    if not isinstance(name, str) or HEADER_NAME.fullmatch(name) is None:
         raise PolicyInvalid(f"a header's name consists of letters, digits and hyphens: {name!r}")
     return name.lower().encode("ascii")
 

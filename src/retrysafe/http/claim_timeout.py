@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from retrysafe.core.call import Answer, Call
+from retrysafe.core.events import EventKind
 from retrysafe.core.policy import InFlight
 from retrysafe.errors import StoreUnavailable
 from retrysafe.http.asgi_run import AppRun
@@ -102,6 +103,8 @@ class ClaimLookout:
         error.is_in_flight = not self._is_claiming(call)
         if not waiter.done():
             waiter.set_exception(error)
+        # Not that it was cut off, as it is next.
+        call.progress.note(EventKind.STORE_UNAVAILABLE)
         if self._let_go is not None:
             self._let_go(call)
         settling = run.settling

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-from retrysafe.core.events import EventKind
+from retrysafe.core.events import EventKind, Reporter
 from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.errors import KeyInvalid
 from retrysafe.http.headers import parse_key
@@ -35,8 +35,6 @@ _NOT_READ: Final = (
 )
 _logger = logging.getLogger("retrysafe")
 
-Report = Callable[[EventKind, Key, str], None]
-
 
 def keys_in(method: str, headers: Iterable[Header]) -> list[bytes]:
     """The lines of the key of a request that may change something; none for any other request."""
@@ -57,7 +55,7 @@ class IgnoredKeys:
 
     def note(
         self,
-        report: Report,
+        report: Reporter,
         method: str,
         route: str,
         lines: Sequence[bytes],
@@ -72,7 +70,12 @@ class IgnoredKeys:
             text = parse_key(lines, strict=False)
         except KeyInvalid:
             text = "(unreadable)"
-        report(EventKind.KEY_IGNORED, Key(text, caller=GLOBAL), OPERATION)
+        key = Key(text, caller=GLOBAL)
+        if has_rule:
+            # The call itself is counted under the operation of its rule.
+            report.beside(EventKind.KEY_IGNORED, key, OPERATION)
+        else:
+            report.passed_by(key, OPERATION)
         with self._lock:
             if (method, route) in self._logged or len(self._logged) > LOGGED_LIMIT:
                 return

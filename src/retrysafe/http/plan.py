@@ -38,3 +38,10 @@ class Plan:
     is_made: bool = False
     # The lines of a key that the route does not read.
     ignored: Sequence[bytes] = ()
+    # What a worker's thread sends with a request, which runs under a claim that it has made.
+    resumption: object = None
+
+    @property
+    def operation(self) -> str:
+        """What its record is listed under."""
+        return self.route.operations[self.request.method]

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Final
 
 from retrysafe.errors import (
+    ArgumentsNotStorable,
     AttemptsExhausted,
     CallerMissing,
     ClaimLost,
@@ -236,6 +237,7 @@ _KINDS_OF_ERRORS: Final[tuple[tuple[type[RetrysafeError], ProblemKind], ...]] = 
     (KeyInvalid, KEY_INVALID),
     (CallerMissing, CALLER_UNKNOWN),
     (FingerprintImpossible, BODY_TOO_COMPLEX),
+    (ArgumentsNotStorable, BODY_TOO_LARGE),
     (OutcomeUnavailable, OUTCOME_UNAVAILABLE),
     (AttemptsExhausted, ATTEMPTS_EXHAUSTED),
     (OperationFailed, OPERATION_FAILED),
@@ -248,7 +250,7 @@ _KINDS_OF_ERRORS: Final[tuple[tuple[type[RetrysafeError], ProblemKind], ...]] = 
 # No lease frees such a key, so Retry-After is only when to ask again.
 _HELD: Final = "An open transaction of the server holds its record until that transaction ends."
 # Errors whose own words are made for the client and tell no more than it has sent.
-_SPOKEN: Final = frozenset({KEY_INVALID, BODY_TOO_COMPLEX})
+_SPOKEN: Final = frozenset({KEY_INVALID, BODY_TOO_COMPLEX, BODY_TOO_LARGE})
 # A client that is told nothing comes back at once.
 RETRY_AFTER: Final = timedelta(seconds=1)
 

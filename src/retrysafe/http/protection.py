@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Final
 
 from retrysafe.core.call import Answer, Call
+from retrysafe.core.events import UNFOLLOWED, EventKind, Reporter
 from retrysafe.core.keys.body_key import BodyKey
 from retrysafe.core.keys.key import GlobalCaller, Key
 from retrysafe.core.keys.secret import PLAIN_TAG
@@ -47,7 +48,7 @@ from retrysafe.http.headers import (
     parse_key,
     parse_prefer,
 )
-from retrysafe.http.ignored_keys import IgnoredKeys, Report
+from retrysafe.http.ignored_keys import IgnoredKeys
 from retrysafe.http.key_sources import made_key, require_own_key
 from retrysafe.http.limits import Limits
 from retrysafe.http.pages import POLICY_PATH, STATUS_PATH, Pages
@@ -58,6 +59,7 @@ from retrysafe.http.policy_page import (
 from retrysafe.http.problems import Refusals, problem, problem_of
 from retrysafe.http.request import Request
 from retrysafe.http.responses import NO_STORE, Response, response_of
+from retrysafe.http.resumption import arguments_of
 from retrysafe.http.routes import Match, Route, RouteTable
 from retrysafe.http.rules import Rule, responds_async
 from retrysafe.http.unprotected import UnprotectedRuns
@@ -153,7 +155,7 @@ class Protection:
         )
         self.answers = Answers(refusals, self.breaker, pages.status_path, private, monotonic)
         # What a view may complete its attempt with, as a response.
-        self._outcome_of = outcome_of
+        self.outcome_of = outcome_of
         self._monotonic = monotonic
         self._waits: dict[tuple[int, float], Policy] = {}
 
@@ -282,7 +284,7 @@ class Protection:
                 self._waits[id(policy), seconds] = found
         return found
 
-    def note_ignored(self, plan: Plan, report: Report) -> None:
+    def note_ignored(self, plan: Plan, report: Reporter) -> None:
         """Tells of a key that was sent to a route whose keys are made from fields."""
         request = plan.request
         route = plan.route.rule.path or request.path
@@ -293,7 +295,8 @@ class Protection:
     def call(self, plan: Plan) -> Call:
         """The call that the engine answers.
 
-        Raises `KeyInvalid`, `CallerMissing`, and `FingerprintImpossible` past a limit.
+        Raises `KeyInvalid`, `CallerMissing`, and past a limit `FingerprintImpossible` or
+        `ArgumentsNotStorable`.
         """
         route, request = plan.route, plan.request
         operation = route.operations[request.method]
@@ -319,8 +322,8 @@ class Protection:
             operation,
             route.codec,
             route.judge,
-            self._outcome_of,
-            None,
+            self.outcome_of,
+            arguments_of(plan),
             None,
             # Failures are not rebuilt: the server would answer the exception itself with a 500
             # that says nothing. By its place, because a name costs every request some time.
@@ -328,6 +331,7 @@ class Protection:
             plan.waiters,
             nothing_happened,
         )
+        call.fails_open = self._may_run_unprotected(plan)
         return nested(call, self._keys_by_tag(plan, call)) if self._is_rotating else call
 
     def _keys_by_tag(self, plan: Plan, call: Call) -> Iterator[tuple[bytes, Key]]:
@@ -358,6 +362,21 @@ class Protection:
         `plan.is_unprotected` then says that it runs without a claim, because the store is down.
         Raises `KeyReused`, `OperationInFlight`, the stored failure or `OutcomeUnavailable`.
         """
+        report = calls.report
+        if not report.begins(call, self._monotonic):
+            return self._known(plan, call, calls)
+        try:
+            response = self._known(plan, call, calls)
+        except BaseException as error:
+            report.end(call, error)
+            raise
+        if response is None:
+            call.progress = UNFOLLOWED  # It begins when it is run.
+        else:
+            report.end(call)
+        return response
+
+    def _known(self, plan: Plan, call: Call, calls: Calls | AsyncCalls) -> Response | None:
         answer = calls.recall(call)
         if answer is None and self.unprotected is not None:
             # Also after the store is back, which knows nothing of runs without a claim.
@@ -372,6 +391,8 @@ class Protection:
         if seconds and self._may_run_unprotected(plan):
             plan.is_unprotected = True
         elif seconds:
+            # Not told: each request of an outage would be.
+            call.progress.note(EventKind.STORE_UNAVAILABLE)
             return problem(
                 problems.STORE_UNAVAILABLE,
                 self.refusals.context(plan.request, plan.prefix),
@@ -401,13 +422,13 @@ class Protection:
         plan.is_unprotected = True
         return True
 
-    def answer_unprotected(
+    async def answer_unprotected(
         self,
         plan: Plan,
         call: Call,
         invoke: Callable[[None], Awaitable[Any]],
         calls: Calls | AsyncCalls,
-    ) -> Coroutine[Any, Any, Answer[Any]]:
+    ) -> Answer[Any]:
         """Runs the application without a claim, unless this process knows of an earlier run."""
         assert self.unprotected is not None  # Only a service that fails open comes here.
 
@@ -416,7 +437,17 @@ class Protection:
             plan.is_unprotected = remembered is None
             return remembered
 
-        return self.unprotected.answer(call, invoke, recall, calls.report, calls.run_times)
+        report = calls.report
+        # Unless it was begun with a claim in mind, see `Reporter.leave`.
+        report.begins(call, self._monotonic)
+        report.tell_begin(call)
+        try:
+            answer = await self.unprotected.answer(call, invoke, recall, report, calls.run_times)
+        except BaseException as error:
+            report.end(call, error)
+            raise
+        report.end(call)
+        return answer
 
 
 def _preference(route: Route, lines: list[bytes], *, is_on_loop: bool) -> Preference:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from retrysafe.core.keys.body_key import BodyKey
+from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.model import Ending
 from retrysafe.core.policy import InFlight
 from retrysafe.core.settings import Settings
@@ -21,6 +23,7 @@ from retrysafe.http.paths import PathPattern, check_path, names_in, samples_of
 from retrysafe.http.request import plain_path, served_path
 from retrysafe.http.responses import Response, ResponseCodec
 from retrysafe.http.rules import ACCEPT, STATE_CHANGING, Accept, Rule, require_rules
+from retrysafe.http.stored_request import Resumable
 
 # The column of the stores that holds an operation's name.
 _NAME_LIMIT_CHARACTERS: Final = 255
@@ -51,6 +54,7 @@ class Route:
     __slots__ = (
         "_beside",
         "accepts_duplicates",
+        "accepts_first",
         "codec",
         "fingerprint",
         "has_header_key",
@@ -62,16 +66,26 @@ class Route:
         "nothing_happened",
         "operations",
         "policy",
+        "resumable",
         "rule",
         "short_digits",
         "told_of_reuse",
     )
 
     def __init__(self, rule: Rule, settings: Settings) -> None:
-        self.rule = rule
-        # Whether a duplicate of a running request is told 202; the engine just has it fail.
-        self.accepts_duplicates = rule.in_flight is ACCEPT
         policy = rule.policy or settings.policy
+        # What is stored of a request for a worker; None where nothing is.
+        self.resumable: Resumable | None = None
+        if rule.resumable:
+            self.resumable = Resumable() if rule.resumable is True else rule.resumable
+            # What cannot be stored is refused, and by its head where that says so.
+            limit_bytes = min(rule.request_limit_bytes, policy.arguments_limit_bytes)
+            rule = replace(rule, request_limit_bytes=limit_bytes)
+        self.rule = rule
+        # Whether every first request is told 202 as soon as it runs.
+        self.accepts_first = self.resumable is not None and self.resumable.accepts
+        # Whether a duplicate of a running request is told 202; the engine just has it fail.
+        self.accepts_duplicates = rule.in_flight is ACCEPT or self.accepts_first
         if rule.in_flight is not None:
             in_flight = InFlight.FAIL if isinstance(rule.in_flight, Accept) else rule.in_flight
             policy = policy.with_changes(in_flight=in_flight)
@@ -147,18 +161,51 @@ def require_one_operation(rule: Rule, names: Collection[str] = ()) -> None:
     require_parameters(rule, names_in(rule.path).union(names))
 
 
-def require_name_at_host(rule: Rule) -> None:
-    """Raises `PolicyInvalid` for keys that are made here without a name, of a route of one host.
+def require_name_at_host(
+    rule: Rule, host: str, hosts: dict[str, str], fingerprint: FingerprintRule
+) -> None:
+    """Raises `PolicyInvalid` for keys that are made here and would be those of several hosts.
 
     Neither the name of an operation nor a fingerprint tells hosts apart: a payment to one shop
-    would get the response of another.
+    would get the response of another. `host` is as rules write it, `{shop}.example.org`, and empty
+    for routes of every host; `hosts` is what is known of the names so far.
     """
     maker = rule.key.otherwise if isinstance(rule.key, HeaderKey) else rule.key
-    if maker is not None and not rule.name and rule.protected:
+    if maker is None or not rule.protected:
+        return
+    place = rule.path or "this rule"
+    told = f"keys of {type(maker).__name__} do not tell hosts apart, and the routes of {place}"
+    if host and not rule.name:
         raise PolicyInvalid(
-            f"keys of {type(maker).__name__} do not tell hosts apart, and the routes of "
-            f"{rule.path or 'this rule'} are those of one host: give the rule a name that is for "
-            "this host alone, such as name='shop A: pay'"
+            f"{told} are those of one host: give the rule a name that is for this host alone, such "
+            "as name='shop A: pay'"
+        )
+    if rule.name and hosts.setdefault(rule.name, host) != host:
+        raise PolicyInvalid(
+            f"{told} have the name {rule.name!r} at several hosts: write a rule for each host, "
+            "with a name that is for this one alone"
+        )
+    names = names_in(host)
+    if isinstance(maker, FieldsKey):
+        if not names.issubset(maker.parameters):
+            listed = ", ".join(f'"{{{name}}}"' for name in sorted(names))
+            raise PolicyInvalid(f"{told} are those of every {host}: add {listed} to its fields")
+    elif names and b"host" not in fingerprint.header_names:
+        raise PolicyInvalid(
+            f"{told} are those of every {host}: write "
+            "fingerprint=FingerprintRule(headers=('Host',))"
+        )
+
+
+def refuse_at_host(rule: Rule) -> None:
+    """Raises `PolicyInvalid` for keys that a rule by path makes, where its route is of one host.
+
+    A rule by path holds at every host that has the path.
+    """
+    if rule.key != HeaderKey():
+        raise PolicyInvalid(
+            f"keys that are made here do not tell hosts apart, and a rule for {rule.path} holds at "
+            "every host: write the rule next to the view, with a name that is for this host alone"
         )
 
 

@@ -19,6 +19,7 @@ from retrysafe.core.model import Ending
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import PolicyInvalid
 from retrysafe.http.key_sources import FieldsKey, HeaderKey, KeySource, require_intent
+from retrysafe.http.stored_request import Resumable
 
 # The methods that change state. GET, HEAD and OPTIONS are safe by definition.
 STATE_CHANGING: Final = ("POST", "PUT", "PATCH", "DELETE")
@@ -180,6 +181,9 @@ class Rule:
     # Atomic mode: opens a transaction on the store's database and gives its connection, commits at
     # the end and rolls back on any exception. Async for ASGI, plain for WSGI.
     transaction: Transaction | None = None
+    # Whether a worker finishes what a crash has cut off, without the client: the request is stored
+    # with its claim. `Resumable(…)` says more about it than True.
+    resumable: bool | Resumable = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "methods", _checked_methods(self.methods))
@@ -194,6 +198,7 @@ class Rule:
             ("exact_path", bool),
             ("wait", bool | None),
             ("respond_async", bool),
+            ("resumable", bool | Resumable),
         ):
             value = getattr(self, name)
             if not isinstance(value, kind):
@@ -228,6 +233,12 @@ class Rule:
             raise PolicyInvalid(
                 "in_flight=ACCEPT promises a status URL, where nobody could read a transaction "
                 "before its end or the bytes of a stream: use InFlight.WAIT or InFlight.FAIL"
+            )
+        if self.resumable and not (self.protected and has_status(self)):
+            raise PolicyInvalid(
+                "resumable=True is for requests that run under a claim: a transaction is rolled "
+                "back by a crash and leaves nothing to resume, a stream has lost its reader, and "
+                "protected=False makes no claim"
             )
 
     def _check_nothing_happened(self) -> None:

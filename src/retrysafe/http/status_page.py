@@ -26,6 +26,15 @@ _ADVICE = {
     "with the same key again.",
 }
 
+# The same of a request that is stored with its claim. No worker may be running, so that sending it
+# again is right as well.
+_RESUMED = (
+    "The operation was cut off, and a worker finishes it. Ask again after the time in Retry-After, "
+    "or send the request with the same key again."
+)
+# How often a worker looks, unless it is told otherwise.
+_LOOK = timedelta(seconds=5)
+
 
 def status_response(
     stored: StoredKey | None, context: ProblemContext, key: str, run_times: RunTimes
@@ -36,6 +45,8 @@ def status_response(
     if stored.condition in _ADVICE:
         return _state(stored, key, run_times)
     payload = _payload_of(stored)
+    if payload is None and stored.condition is Condition.FAILED:
+        return problem(problems.OPERATION_FAILED, context, key=key)
     if payload is None or payload.form == codec.WITHHELD:
         return problem(problems.OUTCOME_UNAVAILABLE, context, key=key)
     if payload.form == codec.EXHAUSTED:
@@ -59,12 +70,13 @@ def _payload_of(stored: StoredKey) -> Payload | None:
 
 
 def _state(stored: StoredKey, key: str, run_times: RunTimes) -> Response:
+    is_resumed = stored.condition is Condition.ABANDONED and stored.arguments is not None
     body = json.dumps(
         {
             "state": stored.condition.value,
             "key": key,
             "attempt": stored.record.attempt,
-            "detail": _ADVICE[stored.condition],
+            "detail": _RESUMED if is_resumed else _ADVICE[stored.condition],
         }
     ).encode()
     headers = [
@@ -80,4 +92,6 @@ def _state(stored: StoredKey, key: str, run_times: RunTimes) -> Response:
             (record.lease_ends_at_ms - now_ms) / 1000,
         )
         headers.append((b"retry-after", retry_after_text(timedelta(seconds=seconds))))
+    elif is_resumed:
+        headers.append((b"retry-after", retry_after_text(_LOOK)))
     return Response(200, headers, body)

@@ -6,7 +6,8 @@ requests nor sends responses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 from retrysafe.core.atomic.run import AtomicAttempt
@@ -15,11 +16,14 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.keys.key import GlobalCaller, Key
 from retrysafe.core.model import StoredKey
 from retrysafe.errors import StoreUnavailable
+from retrysafe.http import resumers, wsgi_resume
 from retrysafe.http.plan import Plan
 from retrysafe.http.protection import Protection
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Response
+from retrysafe.http.routes import Route
 from retrysafe.http.unprotected import UnprotectedRuns
+from retrysafe.http.wsgi_resume import ThreadResumption
 from retrysafe.runtime.calls import Calls
 from retrysafe.runtime.drive import run_sync
 
@@ -47,14 +51,30 @@ class Run(Protocol):
         """Runs it to the end of its response; None is a run without a claim."""
 
 
+def begun(
+    protection: Protection, route: Route, request: Request, prefix: str, *, is_on_loop: bool = False
+) -> Plan | Response | None:
+    """As `Protection.begin`, and the plan of a request that a worker has sent again."""
+    resumed = wsgi_resume.resumed_plan(route, request, prefix, protection.outcome_of)
+    return resumed or protection.begin(route, request, prefix, is_on_loop=is_on_loop)
+
+
+def register(protection: Protection, calls: Calls, routes: Iterable[Route]) -> None:
+    """Lets workers find these routes; raises as `resumers.register` does."""
+    resumers.register(calls.operations, protection, routes, partial(wsgi_resume.resume, calls))
+
+
 def answered(protection: Protection, calls: Calls, plan: Plan, run: Run) -> Response:
     """The response to send.
 
     Raises what the application raises, and errors of retrysafe that are not for clients.
     """
+    if isinstance(plan.resumption, ThreadResumption):
+        return plan.resumption.served(run.invoke)
     is_news, answers = False, protection.answers
     if plan.ignored:
         protection.note_ignored(plan, calls.report)
+    call: Call | None = None
     try:
         call = protection.call(plan)
         known = protection.known(plan, call, calls)
@@ -70,6 +90,8 @@ def answered(protection: Protection, calls: Calls, plan: Plan, run: Run) -> Resp
             answer = _answered(protection, calls, plan, call, run)
         return answers.answered(plan, answer, run.response, is_news=is_news)
     except Exception as error:
+        if call is not None:
+            calls.report.end(call, error)
         if error is run.error:
             raise  # The application's own: whoever serves it deals with it as ever.
         refusal = answers.refused(plan, error, is_news=is_news)

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.events import EventKind
+from retrysafe.core.events import EventKind, Reporter
 from retrysafe.core.flights import is_same_request
-from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Ending, Fingerprint, Payload
 from retrysafe.core.replay import in_flight, replayed_value, reused
 from retrysafe.core.run_times import MINIMUM_SECONDS, RunTimes
@@ -35,7 +34,6 @@ KEPT_SECONDS: Final = 600.0
 
 Invoke = Callable[[None], Awaitable[Any]]
 Recall = Callable[[Call], Answer[Any] | None]
-Report = Callable[[EventKind, Key, str], None]
 
 
 @dataclass(slots=True)
@@ -70,7 +68,7 @@ class UnprotectedRuns:
         # Runs with a claim, each with the call that it answers.
         self._claimed: dict[bytes, tuple[Call, _Run]] = {}
 
-    def recall(self, call: Call, report: Report, run_times: RunTimes) -> Answer[Any] | None:
+    def recall(self, call: Call, report: Reporter, run_times: RunTimes) -> Answer[Any] | None:
         """What this process knows of the key; None when nothing, or no longer.
 
         Raises `OperationInFlight`, `KeyReused`, the failure or `OutcomeUnavailable`.
@@ -82,7 +80,7 @@ class UnprotectedRuns:
         return None if run is None else self._answer(run, call, report, run_times)
 
     async def answer(
-        self, call: Call, invoke: Invoke, recall: Recall, report: Report, run_times: RunTimes
+        self, call: Call, invoke: Invoke, recall: Recall, report: Reporter, run_times: RunTimes
     ) -> Answer[Any]:
         """Runs it without a claim, unless it runs or has run here; raises what the run raises.
 
@@ -111,7 +109,7 @@ class UnprotectedRuns:
             self._withdraw(digest, run)
             return remembered
         try:
-            report(EventKind.UNPROTECTED, call.key, call.operation)
+            report(EventKind.UNPROTECTED, call)
             value = await invoke(None)
         except Exception as error:
             ending = call.policy.judge(error)
@@ -196,19 +194,19 @@ class UnprotectedRuns:
         run = self._known(digest)
         return None if run is not None and run.has_claim and run.payload is None else run
 
-    def _answer(self, run: _Run, call: Call, report: Report, run_times: RunTimes) -> Answer[Any]:
+    def _answer(self, run: _Run, call: Call, report: Reporter, run_times: RunTimes) -> Answer[Any]:
         if not is_same_request(call, run):
-            report(EventKind.MISMATCHED, call.key, call.operation)
+            report(EventKind.MISMATCHED, call, source="process")
             mismatch = reused(call, run.operation)
             mismatch.is_known_here = True
             raise mismatch
         if run.payload is None:
-            report(EventKind.IN_FLIGHT, call.key, call.operation)
+            report(EventKind.IN_FLIGHT, call, source="process")
             refusal = self._in_flight(run, call, run_times)
             refusal.is_known_here = True
             refusal.has_record = False
             raise refusal
-        report(EventKind.REPLAYED, call.key, call.operation)
+        report(EventKind.REPLAYED, call, source="process")
         return Answer(replayed_value(call, run.payload), True, 1)
 
     def _in_flight(self, run: _Run, call: Call, run_times: RunTimes) -> OperationInFlight:

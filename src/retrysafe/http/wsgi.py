@@ -13,7 +13,8 @@ from typing import Final
 
 from retrysafe.core.keys.key import GlobalCaller
 from retrysafe.errors import InvalidInput
-from retrysafe.http import thread_requests
+from retrysafe.http import resumers, thread_requests
+from retrysafe.http.background_runs import BackgroundRun, is_accepted
 from retrysafe.http.breaker import Breaker
 from retrysafe.http.callers import CallerOf, require_blocking
 from retrysafe.http.headers import length_of
@@ -44,8 +45,9 @@ _READ_BYTES: Final = 64 * 1024
 class WSGIIdempotencyMiddleware:
     """Protects the routes of a WSGI application; takes what the ASGI middleware takes.
 
-    `Prefer: respond-async` gets 202 for a request that runs already; a first one is answered when
-    it has ended, because its thread has nobody else to run it.
+    `Prefer: respond-async` gets 202 for a request that runs already. A first one is answered when
+    it has ended, because its thread has nobody else to run it; on a resumable route a thread of its
+    own goes on behind the 202, and what that leaves behind when its process ends, a worker ends.
     """
 
     def __init__(
@@ -87,6 +89,11 @@ class WSGIIdempotencyMiddleware:
             breaker=breaker,
             limits=limits,
         )
+        thread_requests.register(self.protection, calls, self.protection.table.routes)
+        resumers.protections.add(self)
+
+    def refresh(self) -> None:
+        """For workers: all routes are known from the start."""
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Answers one request."""
@@ -137,7 +144,7 @@ class WSGIIdempotencyMiddleware:
     ) -> Iterable[bytes]:
         protection, request, prefix = self.protection, request_of(environ), prefix_of(environ)
         request.parameters = match[1]
-        plan = protection.begin(match[0], request, prefix, is_on_loop=False)
+        plan = thread_requests.begun(protection, match[0], request, prefix)
         if plan is None:
             return self.app(environ, start_response)
         if isinstance(plan, Response):
@@ -158,9 +165,15 @@ class WSGIIdempotencyMiddleware:
     def _answer(
         self, plan: Plan, environ: Environ, start_response: StartResponse
     ) -> Iterable[bytes]:
-        run = WsgiRun(self.app, plan, environ, start_response)
+        protection, calls = self.protection, self.calls
+        is_left = is_accepted(plan)
+        # A run that goes on without its server must not share what belongs to that.
+        run = WsgiRun(self.app, plan, dict(environ) if is_left else environ, start_response)
         try:
-            response = thread_requests.answered(self.protection, self.calls, plan, run)
+            if is_left and protection.background.enter(run):
+                response = BackgroundRun(protection, calls, plan, run).answered()
+            else:
+                response = thread_requests.answered(protection, calls, plan, run)
         except BaseException:
             run.close()
             raise

@@ -56,6 +56,7 @@ class WsgiRun:
         "has_begun",
         "is_passing",
         "late_error",
+        "on_begin",
         "response",
     )
 
@@ -81,6 +82,8 @@ class WsgiRun:
         self._can_tell_route = False
         self._is_unserved = False
         self.has_begun = False
+        # Told when the application is about to be called, under its claim.
+        self.on_begin: Callable[[], None] | None = None
         self.is_passing = False
         self.response: Response | None = None
         # What the application raised: before its response began to be sent, and after.
@@ -93,6 +96,8 @@ class WsgiRun:
         Without an attempt it is a run without a claim.
         """
         self.has_begun = True
+        if self.on_begin is not None:
+            self.on_begin()
         environ, request = self._environ, self._plan.request
         environ[ATTEMPT_NAME] = attempt
         environ[PROTECTED_NAME] = (request.method, request.path)
@@ -148,6 +153,10 @@ class WsgiRun:
             self.close()
             raise
         return _Rest(chain((self._body(),), self._pieces), self)
+
+    def leave(self) -> None:
+        """Its client has another answer: whoever writes hears that nobody reads."""
+        self._start_response = _gone
 
     def close(self) -> None:
         """Ends what the application has returned; once."""
@@ -215,6 +224,10 @@ class WsgiRun:
         except OSError:
             self._is_gone = True
             raise
+
+
+def _gone(*_: Any) -> Write:
+    raise OSError("the client has its answer")
 
 
 class _Rest:

@@ -22,15 +22,25 @@ from retrysafe.core.call import Answer, Call
 from retrysafe.core.engine import Engine
 from retrysafe.core.events import Reporter
 from retrysafe.core.keys.key import Key
-from retrysafe.core.model import Decision, OperatorCommand, StagedEntry, StoredKey, SweepReport
+from retrysafe.core.model import (
+    Decision,
+    OperatorCommand,
+    OperatorNote,
+    StagedEntry,
+    StoredKey,
+    SweepReport,
+)
+from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Waits
 from retrysafe.core.run_times import RunTimes
 from retrysafe.core.settings import Settings
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.atomic import AsyncAtomicContext, TaskTransacting
-from retrysafe.runtime.calls import closed
+from retrysafe.runtime.calls import closed, still_running
 from retrysafe.runtime.checks import checked_limit, operator_outcome, running_loop
 from retrysafe.runtime.closing import Limit, end_aside_within
+from retrysafe.runtime.identity import owner_name
+from retrysafe.runtime.measuring import Tell, measure_in_thread, measure_on_loop
 from retrysafe.runtime.operations import Operations
 from retrysafe.runtime.task_ports import LoopPorts
 from retrysafe.runtime.threaded import joined
@@ -59,6 +69,11 @@ class TaskGate:
         if self._empty is not None and not self._inside:
             self._empty.set()
 
+    def require_empty(self) -> None:
+        """Raises `InvalidInput` while calls are inside."""
+        if self._inside:
+            raise still_running(self._inside)
+
     async def close(self, wait_seconds: float) -> bool:
         """Lets nobody in any more, and waits for those inside; False when the time ran out."""
         self.is_closed = True
@@ -76,14 +91,14 @@ class TaskGate:
 class BoundLoop:
     """The gate and the engine of one event loop, over its ports."""
 
-    __slots__ = ("engine", "gate", "parts", "ports", "settings")
+    __slots__ = ("engine", "gate", "loop_ports", "ports", "settings")
 
-    def __init__(self, parts: LoopPorts, settings: Settings) -> None:
-        self.parts = parts
-        self.ports = parts.ports
+    def __init__(self, loop_ports: LoopPorts, settings: Settings) -> None:
+        self.loop_ports = loop_ports
+        self.ports = loop_ports.ports
         self.settings = settings
         self.gate = TaskGate()
-        self.engine = Engine(parts.ports, settings)
+        self.engine = Engine(loop_ports.ports, settings)
 
 
 class AsyncCalls:
@@ -99,7 +114,7 @@ class AsyncCalls:
         self.report = report
         # Set before the first use, two objects share it.
         self.run_times = RunTimes()
-        self._owns_store = owns_store
+        self.owns_store = owns_store
         self._bound: BoundLoop | None = None
         self._is_closed = False
         forks.register(self)
@@ -108,7 +123,7 @@ class AsyncCalls:
         """Starts afresh in the child's own loop."""
         if self._bound is not None:
             # The worker threads are the parent's; joining them here would wait for ever.
-            self._bound.parts.forget()
+            self._bound.loop_ports.forget()
             forks.park(self._bound)
             self._bound = None
 
@@ -119,25 +134,47 @@ class AsyncCalls:
         # at work in this very thread is the one.
         if (
             bound is not None
-            and bound.parts.thread_id == get_ident()
-            and current_task(bound.parts.loop) is not None
+            and bound.loop_ports.thread_id == get_ident()
+            and current_task(bound.loop_ports.loop) is not None
         ):
             return bound
         loop = running_loop()
         if bound is not None:
-            if bound.parts.loop is loop:
-                bound.parts.thread_id = get_ident()  # It may have gone on in another thread.
+            if bound.loop_ports.loop is loop:
+                bound.loop_ports.thread_id = get_ident()  # It may have gone on in another thread.
                 return bound
-            if not bound.parts.loop.is_closed():
+            if not bound.loop_ports.loop.is_closed():
                 raise InvalidInput(
                     "this object is in use by another event loop: make one per loop, or close it "
                     "there"
                 )
-            bound.parts.leave()
-        parts = LoopPorts(loop, self.store, self.report, self.run_times)
-        self._bound = bound = BoundLoop(parts, self.settings)
+            bound.loop_ports.leave()
+        loop_ports = LoopPorts(loop, self.store, self.report, self.run_times)
+        self._bound = bound = BoundLoop(loop_ports, self.settings)
         bound.gate.is_closed = self._is_closed
         return bound
+
+    def reopen(self) -> None:
+        """Takes calls again after `close`, for an application that is started once more.
+
+        Nothing of the loop before is used: what still runs there ends with its own parts.
+        """
+        if self._is_closed:
+            self._is_closed = False
+            self._bound = None
+
+    def replace_store(self, store: Store, settings: Settings, *, owns_store: bool) -> None:
+        """Goes on with another store and other settings; for tests.
+
+        Raises `InvalidInput` while calls run.
+        """
+        bound = self._bound
+        if bound is not None:
+            bound.gate.require_empty()
+            bound.loop_ports.leave()
+        self.store, self.settings, self.owns_store = store, settings, owns_store
+        self._bound = None
+        self._is_closed = False
 
     # Answers.
 
@@ -214,7 +251,7 @@ class AsyncCalls:
         key turns out to be new, it is given back at once. The claim is told by the call's `Key`
         object: make one for each call, or the claim of another call with it is given back as well.
         """
-        group_commit = self.bound().parts.group_commit
+        group_commit = self.bound().loop_ports.group_commit
         # A store that never waits has answered every claim before anybody can lose patience.
         if group_commit is not None:
             level: Call | None = call
@@ -235,41 +272,55 @@ class AsyncCalls:
 
     # Looking after the store.
 
+    @property
+    def policy(self) -> Policy:
+        """The policy of calls that bring none of their own."""
+        return self.settings.policy
+
     async def read(self, key: Key, *, with_audit: bool) -> StoredKey | None:
         """The stored record of a key."""
-        return await self.bound().parts.store.read(key, with_audit=with_audit)
+        return await self.bound().loop_ports.store.read(key, with_audit=with_audit)
 
-    async def operate(self, key: Key, command: OperatorCommand) -> None:
+    async def operate(self, key: Key, command: OperatorCommand, reason: str) -> None:
         """Applies an operator's command; raises `OperatorRefused`."""
         bound = self.bound()
-        store = bound.parts.store
-        decision = await store.operate(key, command)
+        store = bound.loop_ports.store
+        decision = await store.operate(key, command, OperatorNote(owner_name(), reason))
         if decision is Decision.APPLY:
             bound.engine.forget(key)
         operator_outcome(decision, command, key, await store.read(key))
 
     async def sweep(self, limit: int) -> SweepReport:
         """Removes what is past its windows; raises `InvalidInput` for a limit below 1."""
-        return await self.bound().parts.store.sweep(checked_limit(limit))
+        return await self.bound().loop_ports.store.sweep(checked_limit(limit))
+
+    def measure(self, tell: Tell) -> None:
+        """Has the size of the store told to a function, later; asked from any thread."""
+        if self.store.capabilities.waits is not Waits.SUSPENDING:
+            measure_in_thread(self.store, tell)
+        elif self._bound is None:
+            tell(None)  # Nobody has used it yet: nobody knows on which loop.
+        else:
+            measure_on_loop(self.store, self._bound.loop_ports.loop, tell)
 
     async def close(self, wait: timedelta) -> bool:
         """Starts nothing new and waits for running operations; False when some still run."""
         limit = Limit(wait)
         self._is_closed = True
         bound = self.bound()
-        parts = bound.parts
+        loop_ports = bound.loop_ports
         has_ended = await bound.gate.close(limit.seconds)
         limit.spare_the_ending()
-        await parts.end_renewals(limit)
+        await loop_ports.end_renewals(limit)
         try:
             async with asyncio.timeout(limit.left_seconds):
-                await parts.settle()
+                await loop_ports.drain()
         except TimeoutError:
             has_ended = False
-        if parts.threaded is not None:
-            await end_aside_within(parts.threaded.ending(with_store=self._owns_store), limit)
-        elif self._owns_store:
+        if loop_ports.threaded is not None:
+            await end_aside_within(loop_ports.threaded.ending(with_store=self.owns_store), limit)
+        elif self.owns_store:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit.left_seconds):
-                    await parts.store.close()
+                    await loop_ports.store.close()
         return has_ended

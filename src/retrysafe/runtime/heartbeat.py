@@ -224,7 +224,7 @@ class _ThreadBeat:
         for lease in due_leases(list(self.leases.values()), now):
             lease.put_off(now)
             with suppress(Exception):
-                self._report(
+                self._report.beside(
                     EventKind.RENEWAL_FAILED, lease.key, detail=f"{type(error).__name__}: {error}"
                 )
         time.sleep(_FAILED_SECONDS)
@@ -301,7 +301,7 @@ def _told_in(loop: asyncio.AbstractEventLoop, report: Reporter) -> Callable[[Eve
     """Tells the listeners where they hear of everything else: in the loop's own thread."""
 
     def tell(event: Event) -> None:
-        report(event.kind, event.key, detail=event.detail)
+        report.beside(event.kind, event.key, detail=event.detail)
 
     def emit(event: Event) -> None:
         try:

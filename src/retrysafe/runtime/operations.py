@@ -37,11 +37,13 @@ from retrysafe.runtime.resumable import Resumable, Resumables, Run
 class Operations:
     """What an object knows of the operations that it runs."""
 
-    __slots__ = ("resumables", "settings")
+    __slots__ = ("app", "resumables", "settings")
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.resumables = Resumables()
+        # What a worker sends stored requests through: an ASGI or WSGI application.
+        self.app: Any = None
 
     def call(
         self,

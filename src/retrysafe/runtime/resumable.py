@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.model import Fingerprint, Payload, StoredKey
 from retrysafe.core.policy import InFlight, Policy
-from retrysafe.core.recovery import key_of
+from retrysafe.core.recovery import Resumer, key_of
 from retrysafe.core.values.codec import OutcomeCodec, ValueCodec, classes_in, message_of
 from retrysafe.core.values.trees import NotReadable, NotStorable
 from retrysafe.errors import ArgumentsNotStorable, InvalidInput
@@ -100,22 +100,14 @@ class Resumables:
     __slots__ = ("by_function", "by_name")
 
     def __init__(self) -> None:
-        self.by_name: dict[str, Resumable] = {}
+        # Functions by their names, and the routes of applications by theirs.
+        self.by_name: dict[str, Resumer] = {}
         self.by_function: dict[Callable[..., Any], Resumable] = {}
 
     def register(self, resumable: Resumable) -> None:
         """Adds an operation; raises `InvalidInput` for one that no worker could find or call."""
         function, name = resumable.function, resumable.name
-        if not name:
-            raise InvalidInput(
-                "a resumable operation is found by its name, and this one has none: pass name=…"
-            )
-        if any(character == "\x00" or "\ud800" <= character <= "\udfff" for character in name):
-            # A worker asks its store for all names at once; this one would spoil the question.
-            raise InvalidInput(
-                f"the name {name!r} has characters that not every store can keep: give the "
-                "operation another one"
-            )
+        _require_name(name)
         if name in self.by_name:
             raise InvalidInput(
                 f"another resumable operation is called {name!r}: a worker could not tell them "
@@ -127,6 +119,20 @@ class Resumables:
                 "make a function resumable"
             )
         self.by_name[name] = self.by_function[function] = resumable
+
+    def register_route(self, name: str, resumer: Resumer) -> None:
+        """Adds a route of an application; raises `InvalidInput` for the name of a function.
+
+        An application may be made twice, and two of its mounts may have routes of one name: each
+        request finds its own route again by its path.
+        """
+        _require_name(name)
+        if isinstance(self.by_name.get(name), Resumable):
+            raise InvalidInput(
+                f"a resumable function is called {name!r}, too: give the rule or the function "
+                "another name, or a worker could not tell them apart"
+            )
+        self.by_name[name] = resumer
 
     def of(
         self, operation: Callable[..., Any], args: tuple[Any, ...]
@@ -141,6 +147,19 @@ class Resumables:
         except TypeError:
             return None  # Objects without a hash cannot have been registered.
         return None if found is None else (found, args, kwargs)
+
+
+def _require_name(name: str) -> None:
+    if not name:
+        raise InvalidInput(
+            "a resumable operation is found by its name, and this one has none: pass name=…"
+        )
+    if any(character == "\x00" or "\ud800" <= character <= "\udfff" for character in name):
+        # A worker asks its store for all names at once; this one would spoil the question.
+        raise InvalidInput(
+            f"the name {name!r} has characters that not every store can keep: give the "
+            "operation another one"
+        )
 
 
 @lru_cache(maxsize=512)

@@ -52,8 +52,8 @@ _alive: Final[weakref.WeakSet[LoopPorts]] = weakref.WeakSet()
 
 @atexit.register
 def _tell_what_is_lost() -> None:
-    for parts in list(_alive):
-        parts.abandon("the process ended before the store had answered")
+    for loop_ports in list(_alive):
+        loop_ports.abandon("the process ended before the store had answered")
 
 
 class TaskSignal:
@@ -132,7 +132,7 @@ class TaskBackground:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Waits until every flow is done."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))
@@ -269,7 +269,7 @@ class TaskExecutor:
         The latter is used in the thread that asks, so only its fate is asked elsewhere.
         """
         transaction = joined(self._store, connection, None)
-        if self._threaded is None:
+        if self._threaded is None or transaction.waits is Waits.SUSPENDING:
             return transaction
         return self._threaded.asking_elsewhere(transaction)
 
@@ -340,7 +340,7 @@ class LoopPorts:
             await end_aside_within(partial(heartbeat.stop, limit.left_seconds), limit)
 
     def leave(self) -> None:
-        """Ends what is left of the parts of a loop that has ended."""
+        """Ends what is left of a loop that has ended."""
         self.abandon("the event loop was closed before the store had answered")
         self.forget()
         self.heartbeat.end()
@@ -359,7 +359,7 @@ class LoopPorts:
         finally:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WRITES_SECONDS):
-                    await self.settle()
+                    await self.drain()
             self.abandon("the event loop ended before the store had answered")
 
     def abandon(self, reason: str) -> None:
@@ -370,8 +370,8 @@ class LoopPorts:
         """In a forked child: all of it is the parent's to write and to tell."""
         _alive.discard(self)
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Waits until everything that was submitted is answered; cancelling stops none of it."""
-        await self.background.settle()
+        await self.background.drain()
         if self.group_commit is not None:
             await self.group_commit.drain()

@@ -13,7 +13,15 @@ from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from retrysafe.core.keys.key import Key
-from retrysafe.core.model import Decision, OperatorCommand, Settlement, StepWrite, SweepReport
+from retrysafe.core.model import (
+    NO_NOTE,
+    Decision,
+    OperatorCommand,
+    OperatorNote,
+    Settlement,
+    StepWrite,
+    SweepReport,
+)
 from retrysafe.core.outbox.port import Outbox, outbox_of
 from retrysafe.core.ports import Capabilities, Fate, Store, Transaction, Waits
 from retrysafe.errors import InvalidInput
@@ -74,9 +82,11 @@ class ThreadedStore(Threaded):
         """Stores a step's result."""
         return await self._write(self._blocking.record_step, write)
 
-    async def operate(self, key: Key, command: OperatorCommand) -> Decision:
+    async def operate(
+        self, key: Key, command: OperatorCommand, note: OperatorNote = NO_NOTE
+    ) -> Decision:
         """Applies an operator's command."""
-        return await self._write(self._blocking.operate, key, command)
+        return await self._write(self._blocking.operate, key, command, note)
 
     async def sweep(self, limit: int) -> SweepReport:
         """Removes what is past its windows."""
@@ -203,7 +213,7 @@ def joined(store: Store, connection: object, waits: Waits | None) -> Transaction
     if join is None:
         raise InvalidInput(
             f"{type(store).__name__} has no transactions to join: atomic mode needs a PostgreSQL "
-            "or a SQLite store"
+            "or a SQLite store. In tests use sqlite:/// and a file instead of memory://"
         )
     transaction = join(connection)
     # A store that blocks is used through a thread, and so are its transactions.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +17,22 @@ from retrysafe.stores.sqlite import SqliteStore
 
 _SQLITE_PREFIX: Final = "sqlite:///"
 _POSTGRES_PREFIXES: Final = ("postgresql://", "postgres://")
+# SQLAlchemy's way to write a URL. The driver is for its own connections: retrysafe takes asyncpg
+# for an event loop and psycopg for threads.
+_WITH_DRIVER: Final = re.compile(r"(postgres|postgresql|sqlite)\+([^:/?#]*)://")
+_DRIVERS: Final = {
+    "postgres": ("asyncpg", "psycopg", "psycopg_async", "psycopg2"),
+    "postgresql": ("asyncpg", "psycopg", "psycopg_async", "psycopg2"),
+    "sqlite": ("aiosqlite", "pysqlite"),
+}
+# What SQLAlchemy passes to asyncpg by another name than libpq's.
+_ASYNCPG_OPTIONS: Final = (
+    (re.compile(r"(?<=[?&])ssl="), "sslmode="),
+    (re.compile(r"(?<=[?&])(?:prepared_)?statement_cache_size=0(?=&|$)"), "prepared=off"),
+    (re.compile(r"(?<=[?&])(?:prepared_)?statement_cache_size=[1-9][0-9]*(?=&|$)"), "prepared=on"),
+)
+# What stands for the password where SQLAlchemy shows a URL.
+_HIDDEN_PASSWORD: Final = ":***@"
 # A worker would rather wait for a slow writer than give up a claim, and it asks three times;
 # people at a terminal wait less.
 _BUSY_TIMEOUT: Final = timedelta(seconds=10)
@@ -25,6 +42,11 @@ def checked_store(store: object) -> Store | str:
     """A store or its URL; raises `StoreUrlInvalid` for anything else, such as an unset variable."""
     if isinstance(store, str) or hasattr(store, "capabilities"):
         return cast("Store | str", store)
+    if hasattr(store, "render_as_string"):
+        raise StoreUrlInvalid(
+            "this is SQLAlchemy's URL, and a store is a text: pass "
+            "engine.url.render_as_string(hide_password=False)"
+        )
     raise StoreUrlInvalid(
         f"a store is a URL such as 'sqlite:///app.db', or a store object; got {store!r}"
     )
@@ -41,11 +63,13 @@ def open_store(
     """The store that a URL means; raises `StoreUrlInvalid`.
 
     `sqlite:///relative.db` and `sqlite:////absolute.db` are files; `postgresql://…` is a database,
-    for threads or, with `is_async`, for an event loop; `memory://` is this process.
+    for threads or, with `is_async`, for an event loop; `memory://` is this process. A driver in the
+    URL, as SQLAlchemy writes it, is left out: `postgresql+asyncpg://…`, `sqlite+aiosqlite:///…`.
     `busy_timeout` is how long a locked SQLite file is waited for.
     """
     if not isinstance(url, str):
         raise StoreUrlInvalid(f"open_store takes a URL such as 'sqlite:///app.db', got {url!r}")
+    url = _without_driver(url)
     if url.startswith(_POSTGRES_PREFIXES):
         return postgres_store(url, is_async=is_async)
     if url.startswith(_SQLITE_PREFIX):
@@ -59,6 +83,31 @@ def open_store(
         "for an absolute path) or postgresql://user@host/database, or memory:// for trying things "
         "out"
     )
+
+
+def _without_driver(url: str) -> str:
+    """The URL as retrysafe's own drivers take it; raises `StoreUrlInvalid`."""
+    if _HIDDEN_PASSWORD in url:
+        raise StoreUrlInvalid(
+            f"{without_password(url)!r} has *** for a password, as SQLAlchemy shows its URLs: pass "
+            "engine.url.render_as_string(hide_password=False)"
+        )
+    named = _WITH_DRIVER.match(url)
+    if named is None:
+        return url
+    scheme, driver = named.groups()
+    known = _DRIVERS[scheme]
+    if driver not in known:
+        raise StoreUrlInvalid(
+            f"{without_password(url)!r} asks for the driver {driver!r}: leave it out, because "
+            f"retrysafe chooses its own, or write one of {', '.join(known)}"
+        )
+    address, question, query = url[named.end() :].partition("?")
+    options = question + query
+    if driver == "asyncpg":
+        for pattern, written in _ASYNCPG_OPTIONS:
+            options = pattern.sub(written, options)
+    return f"{scheme}://{address}{options}"
 
 
 def sqlite_path(url: str) -> Path:

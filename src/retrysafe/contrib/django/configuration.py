@@ -21,8 +21,11 @@ from django.utils.module_loading import import_string
 
 from retrysafe import forks
 from retrysafe.async_idempotency import AsyncIdempotency
+from retrysafe.contrib.django.view_rules import located_rules
 from retrysafe.contrib.django.views import outcome_of, serve_view
+from retrysafe.contrib.views import require_no_acceptance
 from retrysafe.errors import RetrysafeError
+from retrysafe.http import resumers, thread_requests
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.protection import Protection
 from retrysafe.http.routes import Route
@@ -82,6 +85,10 @@ class Configuration:
             )
         except RetrysafeError as error:
             raise ImproperlyConfigured(f"{SETTING}: {error}") from error
+        for route in self.protection.table.routes:
+            require_no_acceptance(route.rule)
+        thread_requests.register(self.protection, self.calls, self.protection.table.routes)
+        resumers.protections.add(self)
         # Both locks may be taken again by a signal's handler that comes while this is made.
         self._lock = threading.RLock()
         self._on_loop: IdempotencyMiddleware | None = None
@@ -112,7 +119,14 @@ class Configuration:
 
     def made_route(self, rule: Rule) -> Route:
         """A rule made ready; raises `PolicyInvalid` and `SecretMissing`."""
-        return Route(rule, self.calls.settings)
+        route = Route(rule, self.calls.settings)
+        thread_requests.register(self.protection, self.calls, (route,))
+        return route
+
+    def refresh(self) -> None:
+        """For workers: looks at all views; raises what is wrong with them."""
+        for rule in located_rules():
+            self.made_route(rule)
 
 
 _WHY: Final = {

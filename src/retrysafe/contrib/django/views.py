@@ -31,6 +31,7 @@ from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.values.trees import NotStorable
 from retrysafe.errors import InvalidInput
+from retrysafe.http import thread_requests
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.asgi_io import exact_path
 from retrysafe.http.asgi_run import PASSING_NAME, Message, Receive, Scope, Send
@@ -114,7 +115,10 @@ def unread_request(request: Any) -> Request:
         asked = request_of(plain.META, plain.path)
     else:
         path = exact_path(scope, plain.path)
-        asked = Request(plain.method, path, scope.get("query_string", b""), scope["headers"])
+        query = scope.get("query_string", b"")
+        if isinstance(query, str):
+            query = query.encode("latin-1")  # Django's own test client gives it as text.
+        asked = Request(plain.method, path, query, scope["headers"])
     asked.host = request
     return asked
 
@@ -170,7 +174,7 @@ def _begun(
 ) -> Plan | Response | None:
     asked, prefix = unread_request(request), prefix_of(django_request(request))
     asked.parameters = parameters
-    return protection.begin(route, asked, prefix, is_on_loop=is_on_loop)
+    return thread_requests.begun(protection, route, asked, prefix, is_on_loop=is_on_loop)
 
 
 def _with_body(protection: Protection, plan: Plan | Response | None) -> Plan | HttpResponse | None:

@@ -28,7 +28,7 @@ from retrysafe.core.model import (
 from retrysafe.core.outbox.staging import Staging
 from retrysafe.core.policy import InFlight
 from retrysafe.core.ports import Ports, Transaction
-from retrysafe.core.replay import in_flight, replayed_value, reused
+from retrysafe.core.replay import gone, in_flight, replayed_value, reused
 from retrysafe.core.settings import Settings
 from retrysafe.core.values import codec
 from retrysafe.errors import ClaimLost, InvalidInput, OperationInFlight, OutcomeMissing
@@ -86,6 +86,7 @@ def settlement_of(
     )
     if call.nothing_happened is not None and kind is not SettleKind.COMPLETE:
         settlement.nothing_happened = call.nothing_happened(came_to)
+    settlement.drops_arguments = call.arguments is not None or call.recovers is not None
     return settlement
 
 
@@ -121,6 +122,8 @@ class AtomicBlock:
         self.replayed_ms = 0
         self._run_times = ports.run_times
         self._began_monotonic = 0.0
+        # Whether observers hear of the call from here, and not from whoever made the block.
+        self._is_followed = False
 
     # Entering.
 
@@ -133,6 +136,19 @@ class AtomicBlock:
         if self._stage is not Stage.NEW:
             raise InvalidInput("an atomic block is entered once: make a new one for a retry")
         self._stage = Stage.LEFT
+        self._is_followed = self._report.begins(self.call, self._clock.monotonic)
+        if not self._is_followed:
+            await self._enter()
+            return
+        # An atomic route is followed by the engine; a block in a user's own code by itself.
+        self._report.tell_begin(self.call)
+        try:
+            await self._enter()
+        except BaseException as error:
+            self._report.end(self.call, error)
+            raise
+
+    async def _enter(self) -> None:
         await self._transaction.begin()
         try:
             try:
@@ -150,6 +166,8 @@ class AtomicBlock:
             if answer.decision is Decision.REPLAY:
                 self.attempt = answer.attempt
                 self._tell(EventKind.REPLAYED)
+                if answer.payload is None:
+                    raise gone(self.call, answer.state)
                 self._value = replayed_value(self.call, answer.payload)
                 self.replayed = True
                 self.replayed_payload = answer.payload
@@ -197,6 +215,7 @@ class AtomicBlock:
                 return await self._without_lock(request)
             # Nothing is read before the wait: on SQLite a transaction that has read before the
             # rival commits cannot become the writer after it.
+            self.call.progress.begin_wait()
             seconds_left = max(0.0, wait_until - self._clock.monotonic())
             if not await transaction.lock(call.key, seconds_left):
                 raise self._in_flight(None, has_waited=True)
@@ -219,7 +238,9 @@ class AtomicBlock:
         """Claims under the lock; a leased owner of the key is waited for if that can help."""
         poll_seconds = POLL_SECONDS
         while True:
+            asked = self._clock.monotonic()
             answer = await self._transaction.claim(request)
+            self.call.progress.end_claim(asked)
             if answer.decision is Decision.MISMATCH:
                 raise self._reused(answer)
             if answer.decision is not Decision.IN_FLIGHT:
@@ -234,6 +255,7 @@ class AtomicBlock:
                 raise self._in_flight(answer, has_waited=False)
             if now >= wait_until:
                 raise self._in_flight(answer, has_waited=True)
+            self.call.progress.begin_wait()
             await self._clock.sleep(min(poll_seconds, lease_seconds, wait_until - now))
             poll_seconds = min(poll_seconds * POLL_GROWTH, POLL_MAXIMUM_SECONDS)
 
@@ -298,6 +320,7 @@ class AtomicBlock:
 
     async def _settle(self, kind: SettleKind, payload: Payload, came_to: Any) -> None:
         entries = () if self._outbox is None else self._outbox.entries()
+        self.call.progress.begin_settle()
         for level in self._levels:
             is_innermost = level is self._levels[-1]
             settlement = settlement_of(
@@ -314,6 +337,7 @@ class AtomicBlock:
                     key=self.call.key.text,
                 )
         self._stage = Stage.SETTLED
+        self.call.progress.end_settle()
 
     # Leaving.
 
@@ -322,15 +346,27 @@ class AtomicBlock:
 
         Raises `OutcomeMissing` when the block ended quietly without an outcome.
         """
+        try:
+            await self._leave(error)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if self._is_followed:
+                self._report.end(self.call, error)
+
+    async def _leave(self, error: BaseException | None) -> None:
         stage, self._stage = self._stage, Stage.LEFT
         if stage in (Stage.SETTLED, Stage.CLAIMED):
             seconds = self._clock.monotonic() - self._began_monotonic
             self._run_times.add(self.call.operation, seconds)
+            self.call.progress.end_operation()
         if stage is Stage.SETTLED and error is None:
             await self._transaction.keep()
             self._stage = Stage.SETTLED
         elif stage in (Stage.SETTLED, Stage.CLAIMED):
             await self._undo()
+            self._tell(EventKind.RELEASED)
             if error is None:
                 raise OutcomeMissing(
                     f"the atomic block of {self.call.key.text!r} ended without an outcome: call "
@@ -349,7 +385,7 @@ class AtomicBlock:
     # Words.
 
     def _tell(self, kind: EventKind) -> None:
-        self._report(kind, self.call.key, self.call.operation, self.attempt)
+        self._report(kind, self.call, self.attempt)
 
     def _reused(self, answer: ClaimAnswer) -> Exception:
         self._tell(EventKind.MISMATCHED)

@@ -31,11 +31,8 @@ _KINDS: Final = {Ending.SUCCEEDED: SettleKind.COMPLETE, Ending.FAILED: SettleKin
 C = TypeVar("C")
 
 
-class AtomicAttempt(Generic[C]):
-    """One run of an operation in a transaction: everything written on `connection` is part of it.
-
-    The transaction is committed with the outcome, or rolled back; the operation does neither.
-    """
+class InTransaction(Generic[C]):
+    """What is written on `connection` commits with the outcome, or is rolled back with it."""
 
     __slots__ = ("_block", "connection")
 
@@ -49,6 +46,24 @@ class AtomicAttempt(Generic[C]):
         return self._block.call.key
 
     @property
+    def outbox(self) -> Staging:
+        """Takes entries that are committed with the outcome, and delivered after it."""
+        return self._block.outbox
+
+    def child_key(self, *parts: Part) -> str:
+        """The key for a call downstream; raises `SecretMissing`."""
+        return self._block.child_key(*parts)
+
+
+class AtomicAttempt(InTransaction[C]):
+    """One run of an operation in a transaction: everything written on `connection` is part of it.
+
+    The transaction is committed with the outcome, or rolled back; the operation does neither.
+    """
+
+    __slots__ = ()
+
+    @property
     def operation(self) -> str:
         """What the record is listed under."""
         return self._block.call.operation
@@ -57,15 +72,6 @@ class AtomicAttempt(Generic[C]):
     def number(self) -> int:
         """Which attempt this is; one that was rolled back does not count."""
         return self._block.attempt
-
-    @property
-    def outbox(self) -> Staging:
-        """Takes entries that are committed with the outcome, and delivered after it."""
-        return self._block.outbox
-
-    def child_key(self, *parts: Part) -> str:
-        """The key for a call downstream; raises `SecretMissing`."""
-        return self._block.child_key(*parts)
 
 
 AtomicInvoke = Callable[[AtomicAttempt[Any]], Awaitable[Any]]
@@ -129,10 +135,13 @@ class AtomicRunner:
         try:
             await run.transact()
         except _Undone:
-            self._report(EventKind.RELEASED, call.key, call.operation, run.attempt)
+            pass  # The block has told that the key is free.
         except Exception as error:
             self._share_error(flight, run, error)
             if run.error is error or not transacting.is_outage(error):
+                if run.has_left:
+                    # The commit failed, after the block had told of an outcome.
+                    self._report(EventKind.RELEASED, call, run.attempt)
                 raise
             raise self._unavailable(flight, call, error) from error
         if run.payload is not None and run.ending is not Ending.RELEASED:
@@ -152,7 +161,7 @@ class AtomicRunner:
 
     def _unavailable(self, flight: Flight, call: Call, error: Exception) -> StoreUnavailable:
         flight.outage = f"the transaction did not end well: {codec.message_of(error)}"
-        self._report(EventKind.STORE_UNAVAILABLE, call.key, call.operation, detail=flight.outage)
+        self._report(EventKind.STORE_UNAVAILABLE, call, detail=flight.outage)
         return StoreUnavailable(flight.outage, key=call.key.text)
 
     def started(self, flight: Flight) -> None:
@@ -188,6 +197,8 @@ class _AtomicRun:
         self.ending = Ending.SUCCEEDED
         self.payload: Payload | None = None
         self.remaining_ms = 0
+        # Whether the block is over and kept: only the commit is left.
+        self.has_left = False
         # What the operation itself raised.
         self.error: Exception | None = None
 
@@ -205,6 +216,7 @@ class _AtomicRun:
                 await block.leave(error)
                 raise
             await block.leave(None)
+            self.has_left = not block.replayed
 
     def _replay(self, block: AtomicBlock) -> None:
         self.is_replay = True

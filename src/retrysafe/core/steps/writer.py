@@ -161,7 +161,8 @@ class StepWriter:
 
     def tell(self, kind: EventKind, detail: str = "") -> None:
         """Reports something about this attempt."""
-        self._report(kind, self._call.key, self._call.operation, self._attempt, detail)
+        call = self._call
+        self._report.beside(kind, call.key, call.operation, self._attempt, detail, call.progress)
 
     def lost(self) -> ClaimLost:
         """The refusal of a step by an owner that has lost its claim."""

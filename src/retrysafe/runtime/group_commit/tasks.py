@@ -83,21 +83,21 @@ class TaskGroupCommit:
         self._new_future: Callable[[], asyncio.Future[Any]] = loop.create_future
         capabilities = store.capabilities
         self._batch_limit = capabilities.batch_limit
-        self._flights_limit = capabilities.batches_in_flight
+        self._batches_limit = capabilities.batches_in_flight
         # Apart, as the store takes them.
         self._claims: deque[tuple[ClaimRequest, asyncio.Future[Any]]] = deque()
         self._endings: deque[tuple[Settlement, asyncio.Future[Any]]] = deque()
-        self._small_flights_limit = capabilities.small_batches_in_flight
-        self._flights: dict[asyncio.Task[None], _Batch] = {}
-        self._flights_count = 0
+        self._small_batches_limit = capabilities.small_batches_in_flight
+        self._batches: dict[asyncio.Task[None], _Batch] = {}
+        self._batches_count = 0
         # How many of them are held up, and the rows of the others.
         self._held_up_count = 0
-        self._rows_in_flight = 0
-        # Whether a flight is about to leave, and takes along what comes until then.
+        self._rows_under_way = 0
+        # Whether a batch is about to leave, and takes along what comes until then.
         self._is_boarding = False
         # Whether the last batch was one of replays, as far as its first row tells.
         self._is_replaying = False
-        # How many flights have left; and, while rows wait behind one, who sees whether it is stuck.
+        # How many batches have left; and, while rows wait behind one, who sees whether it is stuck.
         self._departures = 0
         self._lookout: asyncio.TimerHandle | None = None
 
@@ -109,7 +109,7 @@ class TaskGroupCommit:
         try:
             self._claims.append((request, future))
             if not self._is_boarding:
-                self._launch_or_wait()
+                self._leave_or_wait()
         except BaseException:
             # The stack ends here, perhaps. Nobody is going to run what this would claim.
             if self._claims and self._claims[-1][1] is future:
@@ -123,7 +123,7 @@ class TaskGroupCommit:
         try:
             self._endings.append((settlement, future))
             if not self._is_boarding:
-                self._launch_or_wait()
+                self._leave_or_wait()
         except BaseException:
             # Its caller hears of it, and goes on with it.
             if self._endings and self._endings[-1][1] is future:
@@ -137,18 +137,18 @@ class TaskGroupCommit:
         It is told by this very object, because others may claim an equal key. One that is still
         here needs nothing: it does not leave without its caller.
         """
-        for flight in self._flights.values():
-            if any(request.key is key for request in flight.claims):
-                flight.unwanted.append(key)
+        for batch in self._batches.values():
+            if any(request.key is key for request in batch.claims):
+                batch.unwanted.append(key)
 
-    def _launch_or_wait(self) -> None:
-        if not self._may_launch():
-            self._land_the_rest()
+    def _leave_or_wait(self) -> None:
+        if not self._may_leave():
+            self._end_the_rest()
         if self._is_boarding:
-            return  # For the rows behind one that has just landed.
-        if self._may_launch():
-            self._launch()
-        elif self._lookout is None and self._flights_count < self._flights_limit:
+            return  # For the rows behind one that has just ended.
+        if self._may_leave():
+            self._begin_batch()
+        elif self._lookout is None and self._batches_count < self._batches_limit:
             self._lookout = self._loop.call_later(HELD_UP_SECONDS, self._look_out, self._departures)
 
     def _look_out(self, departures: int) -> None:
@@ -158,17 +158,17 @@ class TaskGroupCommit:
             return
         if self._departures == departures:
             # They are waited for once: what comes after this leaves beside them too.
-            for flight in self._flights.values():
-                self._pass_over(flight)
+            for batch in self._batches.values():
+                self._pass_over(batch)
         self._go_on()
 
     def _go_on(self) -> None:
-        """Launches those who wait; where that fails and nothing is under way, tries again later."""
+        """Those who wait leave; where that fails and nothing is under way, it is tried later."""
         try:
-            self._launch_or_wait()
+            self._leave_or_wait()
         except BaseException as error:
             try:
-                if not self._flights_count and self._lookout is None:
+                if not self._batches_count and self._lookout is None:
                     self._lookout = self._loop.call_later(
                         HELD_UP_SECONDS, self._look_out, self._departures
                     )
@@ -179,60 +179,60 @@ class TaskGroupCommit:
                 self._fail(queued, error)
             raise
 
-    def _pass_over(self, flight: _Batch) -> None:
-        if flight.has_left and not flight.is_held_up and not flight.is_over:
-            flight.is_held_up = True
+    def _pass_over(self, batch: _Batch) -> None:
+        if batch.has_left and not batch.is_held_up and not batch.is_over:
+            batch.is_held_up = True
             self._held_up_count += 1
-            self._rows_in_flight -= flight.rows
+            self._rows_under_way -= batch.rows
 
-    def _may_launch(self) -> bool:
+    def _may_leave(self) -> bool:
         """Whether the next batch leaves now: as the only one, or beside others.
 
         Beside others when they have few rows, or when it is full itself or as large as they are.
         Replays share no flush that would be worth waiting for.
         """
-        flights = self._flights_count
-        if flights == self._held_up_count:
-            return flights < self._flights_limit
-        if self._rows_in_flight < FEW_ROWS and flights < self._small_flights_limit:
+        under_way = self._batches_count
+        if under_way == self._held_up_count:
+            return under_way < self._batches_limit
+        if self._rows_under_way < FEW_ROWS and under_way < self._small_batches_limit:
             return True
-        if flights >= self._flights_limit:
+        if under_way >= self._batches_limit:
             return False
         rows = len(self._claims) + len(self._endings)
         return (
             self._is_replaying
             or rows >= self._batch_limit
-            or rows >= max(SPLIT_ROWS // 2, self._rows_in_flight)
+            or rows >= max(SPLIT_ROWS // 2, self._rows_under_way)
         )
 
-    def _launch(self) -> None:
+    def _begin_batch(self) -> None:
         # It leaves in the next turn of the loop: what other ready tasks add comes along. It must
         # not begin at once: where the store answers at once as well, each batch would begin within
         # the one before it.
-        flight = _Batch()
-        flying = self._fly(flight)
-        self._flights_count += 1
+        batch = _Batch()
+        carrying = self._carry(batch)
+        self._batches_count += 1
         self._is_boarding = True
         try:
-            task = hidden_task(flying, self._loop)
-            task.add_done_callback(self._landed)
-            self._flights[task] = flight
+            task = hidden_task(carrying, self._loop)
+            task.add_done_callback(self._carried)
+            self._batches[task] = batch
         except BaseException:
             # Whoever asks for this may be where the stack ends. As if it had not: a task that was
-            # begun all the same finds that its flight is over.
-            self._flights_count -= 1
+            # begun all the same finds that its batch is over.
+            self._batches_count -= 1
             self._is_boarding = False
-            flight.is_over = True
-            flying.close()
+            batch.is_over = True
+            carrying.close()
             raise
 
-    def _board(self, flight: _Batch) -> None:
+    def _board(self, batch: _Batch) -> None:
         """Takes along what fits in; endings first, because each of them ends somebody's wait."""
         left = self._batch_limit
-        if self._is_replaying and self._flights_count < self._flights_limit:
+        if self._is_replaying and self._batches_count < self._batches_limit:
             # Half of them are answered here while the store reads the others.
             left = min(left, max(REPLAYS_SHARE, (len(self._claims) + 1) // 2))
-        endings, settlements, settling = self._endings, flight.settlements, flight.settling
+        endings, settlements, settling = self._endings, batch.settlements, batch.settling
         # Each is taken out at the end: one that is in neither place would never be told.
         while endings and left:
             settlement, future = endings[0]
@@ -241,7 +241,7 @@ class TaskGroupCommit:
             settling.append(future)
             left -= 1
             del endings[0]
-        waiting, claims, claiming = self._claims, flight.claims, flight.claiming
+        waiting, claims, claiming = self._claims, batch.claims, batch.claiming
         while waiting and left:
             request, future = waiting[0]
             # A claim whose caller is gone would block its key for a lease with nobody to run it.
@@ -251,43 +251,43 @@ class TaskGroupCommit:
                 left -= 1
             del waiting[0]
 
-    async def _fly(self, flight: _Batch) -> None:
-        if flight.is_over:
+    async def _carry(self, batch: _Batch) -> None:
+        if batch.is_over:
             return
         self._is_boarding = False
-        self._board(flight)
-        rows = len(flight.claims) + len(flight.settlements)
-        flight.has_left, flight.rows = True, rows
+        self._board(batch)
+        rows = len(batch.claims) + len(batch.settlements)
+        batch.has_left, batch.rows = True, rows
         self._departures += 1
-        self._rows_in_flight += rows
+        self._rows_under_way += rows
         try:
             if self._endings or self._claims:
-                self._launch_or_wait()
+                self._leave_or_wait()
         finally:
             if rows:
-                await self._commit(flight)
+                await self._commit(batch)
 
-    async def _commit(self, flight: _Batch) -> None:
+    async def _commit(self, batch: _Batch) -> None:
         try:
-            claimed, settled = await self._store.commit(flight.claims, flight.settlements)
+            claimed, settled = await self._store.commit(batch.claims, batch.settlements)
             first = None if settled else claimed[0]
             self._is_replaying = (
                 isinstance(first, ClaimAnswer) and first.decision is Decision.REPLAY
             )
-            if len(settled) != len(flight.settling) or len(claimed) != len(flight.claiming):
-                told, rows = len(settled) + len(claimed), flight.rows
+            if len(settled) != len(batch.settling) or len(claimed) != len(batch.claiming):
+                told, rows = len(settled) + len(claimed), batch.rows
                 raise ValueError(f"the store gave {told} answers to {rows} rows")
-            flight.claimed = claimed
+            batch.claimed = claimed
         except BaseException as error:
-            self._fail((*flight.settling, *flight.claiming), error)
+            self._fail((*batch.settling, *batch.claiming), error)
             if not isinstance(error, StoreError):
                 raise
             return
         try:
-            self._end(flight)
+            self._end(batch)
         finally:
             # Whatever becomes of the next batch, these rows stand.
-            await self._tell([*flight.settling, *flight.claiming], [*settled, *claimed])
+            await self._tell([*batch.settling, *batch.claiming], [*settled, *claimed])
 
     async def _tell(
         self, waiting: Sequence[asyncio.Future[Any]], answers: Sequence[ClaimResult | SettleResult]
@@ -301,7 +301,7 @@ class TaskGroupCommit:
         if self._is_boarding:
             # The next batch leaves in this turn, and they begin in the one after.
             turns = 1
-        elif self._flights_limit > 1 and not self._flights_count and len(waiting) >= SPLIT_ROWS:
+        elif self._batches_limit > 1 and not self._batches_count and len(waiting) >= SPLIT_ROWS:
             # Nothing is on its way. Were all of them told at once, all would leave at once again:
             # the store would rest for as long as they work, and they for as long as it does. The
             # first half works in the next turn, what it has to write leaves in the one after, and
@@ -315,20 +315,20 @@ class TaskGroupCommit:
             # Also when this task is cancelled: what the store has said stands.
             _answer(waiting[told:], answers[told:])
 
-    def _land_the_rest(self) -> None:
-        """Lands those whose end was not heard of, because the call back was broken off."""
-        for task in [task for task in self._flights if task.done()]:
-            self._landed(task)
+    def _end_the_rest(self) -> None:
+        """Ends those whose end was not heard of, because the call back was broken off."""
+        for task in [task for task in self._batches if task.done()]:
+            self._carried(task)
 
-    def _landed(self, task: asyncio.Task[None]) -> None:
-        flight = self._flights.pop(task, None)
-        if flight is None:
+    def _carried(self, task: asyncio.Task[None]) -> None:
+        batch = self._batches.pop(task, None)
+        if batch is None:
             return  # It never left.
         error = None if task.cancelled() else task.exception()
         if error is not None or task.cancelled():
             # Most were told already, unless there was no memory for that.
-            self._fail((*flight.settling, *flight.claiming), error)
-        self._end(flight)
+            self._fail((*batch.settling, *batch.claiming), error)
+        self._end(batch)
 
     def _fail(self, waiting: Iterable[asyncio.Future[Any]], error: BaseException | None) -> None:
         """Tells those who were not that nobody knows what became of their rows."""
@@ -338,39 +338,39 @@ class TaskGroupCommit:
             if not future.done() and not is_over:
                 future.set_exception(as_store_error(error or asyncio.CancelledError()))
 
-    def _end(self, flight: _Batch) -> None:
+    def _end(self, batch: _Batch) -> None:
         """Makes room for the next batch, which leaves if there is anything to take along.
 
-        Called when the store is done with a flight, and again when everybody has been told: some
+        Called when the store is done with a batch, and again when everybody has been told: some
         may have let go of their claims in between.
         """
-        if not flight.is_over:
-            flight.is_over = True
-            self._flights_count -= 1
-            if flight.is_held_up:
+        if not batch.is_over:
+            batch.is_over = True
+            self._batches_count -= 1
+            if batch.is_held_up:
                 self._held_up_count -= 1
-            elif flight.has_left:
-                self._rows_in_flight -= flight.rows
+            elif batch.has_left:
+                self._rows_under_way -= batch.rows
             else:
                 self._is_boarding = False  # Cancelled before; its rows are still in the queue.
-        if flight.unwanted and flight.claimed:
-            self._give_back(flight)
-            flight.unwanted.clear()
+        if batch.unwanted and batch.claimed:
+            self._give_back(batch)
+            batch.unwanted.clear()
         if (self._endings or self._claims) and not self._is_boarding:
             self._go_on()
 
-    def _give_back(self, flight: _Batch) -> None:
+    def _give_back(self, batch: _Batch) -> None:
         """Releases what was granted to nobody, before the claims that wait here leave.
 
         Without a window, so that the key is as it was: no attempt counts that ran nothing. Where
         that would wipe out what earlier attempts have left, the lease frees the key instead. Were
         each of those released, the retries against a slow store would soon be all that are allowed.
         """
-        for request, answer in zip(flight.claims, flight.claimed, strict=True):
+        for request, answer in zip(batch.claims, batch.claimed, strict=True):
             if (
                 isinstance(answer, ClaimAnswer)
                 and answer.decision is Decision.ADMIT
-                and any(request.key is key for key in flight.unwanted)
+                and any(request.key is key for key in batch.unwanted)
             ):
                 future = self._new_future()
                 # Nobody waits for it; when it fails there is still the lease.
@@ -380,10 +380,10 @@ class TaskGroupCommit:
 
     async def drain(self) -> None:
         """Waits until everything that was submitted is answered."""
-        while self._endings or self._claims or self._flights:
-            self._land_the_rest()
-            if self._flights:
-                await asyncio.wait(set(self._flights))
+        while self._endings or self._claims or self._batches:
+            self._end_the_rest()
+            if self._batches:
+                await asyncio.wait(set(self._batches))
             else:
                 await asyncio.sleep(0)
 

@@ -5,23 +5,27 @@ Nothing survives the process and no other process sees it, so it never protects 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from retrysafe import forks
 from retrysafe.core import transitions
 from retrysafe.core.keys.key import Key
+from retrysafe.core.listing import RecordPage, RecordQuery
 from retrysafe.core.machine import Trigger, condition_of, decide
 from retrysafe.core.model import (
+    NO_NOTE,
     ClaimAnswer,
     ClaimRequest,
     Condition,
     Decision,
     Extension,
+    OperatorAction,
     OperatorCommand,
+    OperatorNote,
     Payload,
     Record,
-    RecordQuery,
     SettleAnswer,
     Settlement,
     State,
@@ -32,6 +36,7 @@ from retrysafe.core.model import (
     SweepReport,
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, ExtendResult, SettleResult, Waits
+from retrysafe.core.size import StoreSize, TableSize
 from retrysafe.errors import StoreError
 from retrysafe.reentry import ReentrantLock, new_lock, unheld
 from retrysafe.stores.clock import wall_clock_ms
@@ -47,6 +52,9 @@ from retrysafe.stores.memory.packed import (
 # The states whose outcome is replayed.
 _REPLAYED: Final = (State.SUCCEEDED, State.FAILED)
 
+# What operators did to the keys of a process ends with it.
+_ACTIONS_KEPT: Final = 1_000
+
 
 class MemoryStore:
     """A store in dictionaries, atomic by one lock."""
@@ -60,6 +68,7 @@ class MemoryStore:
         self._half_written: dict[bytes, PackedOutcome] = {}
         self._steps: dict[bytes, dict[str, Step]] = {}
         self._arguments: dict[bytes, Payload] = {}
+        self._actions: deque[tuple[bytes, OperatorAction]] = deque(maxlen=_ACTIONS_KEPT)
         self.outbox = MemoryOutbox(self._locked, now_ms)
         forks.register(self)
 
@@ -128,6 +137,8 @@ class MemoryStore:
                 self.outbox.insert(settlement.entries, settlement.key, now_ms)
             self._records[digest] = changed
             self._half_written.pop(digest, None)
+            if settlement.drops_arguments:
+                self._arguments.pop(digest, None)
         return answer
 
     async def extend(
@@ -205,20 +216,14 @@ class MemoryStore:
             last = stored_outcome(endings[-1])
             return last if last.settled_at_ms >= record.first_claimed_at_ms else None
 
-    async def list_records(self, query: RecordQuery) -> list[StoredKey]:
+    async def list_records(self, query: RecordQuery) -> RecordPage:
         """Records for an operator, newest claim first."""
         with self._locked():
             now_ms = self._now_ms()
-            found = [
-                StoredKey(record, condition, now_ms)
+            return query.page_of(
+                StoredKey(record, condition_of(record, now_ms), now_ms)
                 for record in self._records.values()
-                if query.caller is None or record.caller == query.caller
-                if record.text.startswith(query.text_prefix)
-                if (condition := condition_of(record, now_ms)) in query.conditions
-                or not query.conditions
-            ]
-        found.sort(key=lambda item: (-item.record.claimed_at_ms, item.record.digest))
-        return found[: query.limit]
+            )
 
     # Recovery.
 
@@ -257,13 +262,24 @@ class MemoryStore:
                 self._records[request.key.digest] = changed
             return answer
 
-    async def operate(self, key: Key, command: OperatorCommand) -> Decision:
+    async def operate(
+        self, key: Key, command: OperatorCommand, note: OperatorNote = NO_NOTE
+    ) -> Decision:
         """Applies an operator's command."""
         with self._locked():
-            changed, decision = transitions.operate(self._record_of(key), command, self._now_ms())
-            if changed is not None:
+            now_ms = self._now_ms()
+            record = self._record_of(key)
+            changed, decision = transitions.operate(record, command, now_ms)
+            if changed is not None and record is not None:
                 self._records[key.digest] = changed
+                action = transitions.action_of(record, command, note, now_ms)
+                self._actions.append((key.digest, action))
             return decision
+
+    async def read_actions(self, key: Key) -> list[OperatorAction]:
+        """What operators did to a key, oldest first; the last thousand of all keys."""
+        with self._locked():
+            return [action for digest, action in self._actions if digest == key.digest]
 
     async def sweep(self, limit: int) -> SweepReport:
         """Removes outlived keys with their steps, and outcomes past their audit window."""
@@ -302,6 +318,21 @@ class MemoryStore:
             return SweepReport(
                 min(limit, len(outlived)), min(limit, len(past)), has_more, entries=entries
             )
+
+    async def measure(self) -> StoreSize:
+        """How many rows there are; memory is not measured."""
+        waiting, dead, oldest_seconds = await self.outbox.measure()
+        return StoreSize(
+            {
+                "keys": TableSize(len(self._records)),
+                "outcomes": TableSize(sum(map(len, list(self._outcomes.values())))),
+                "steps": TableSize(sum(map(len, list(self._steps.values())))),
+                "outbox": TableSize(len(self.outbox)),
+            },
+            outbox_waiting=waiting,
+            outbox_dead=dead,
+            outbox_oldest_seconds=oldest_seconds,
+        )
 
     async def close(self) -> None:
         """Keeps everything: another object may share this store."""

@@ -17,7 +17,6 @@ from retrysafe.core.model import (
     Condition,
     Payload,
     Record,
-    RecordQuery,
     State,
     Step,
     StoredKey,
@@ -42,8 +41,6 @@ Found = tuple[Record, Payload | None, int]
 NO_RECORD: Final = (None, 0)
 
 _REPLAYED: Final = frozenset({Condition.SUCCEEDED, Condition.FAILED})
-# Pages per statement of the search for abandoned keys. It changes nothing, so it reads many.
-_LOOK_PAGES: Final = 2048
 
 
 async def read_records(fetch: Fetch, digests: Sequence[bytes]) -> dict[bytes, tuple[Record, int]]:
@@ -181,35 +178,6 @@ class Reader:
         found = await self._statements.fetch("read_last_outcome", key.digest, key.caller, key.text)
         return outcome_of(found[0]) if found else None
 
-    async def list_records(self, query: RecordQuery) -> list[StoredKey]:
-        """Records, newest claim first."""
-        rows = await self._statements.fetch(
-            "list_records",
-            query.caller,
-            query.text_prefix,
-            [item.value for item in query.conditions],
-            query.limit,
-        )
-        return [_stored(row) for row in rows]
-
-    async def list_abandoned(self, limit: int) -> list[StoredKey]:
-        """At most `limit` pending records whose lease has ended, longest ended first.
-
-        Walks over the table's pages in short statements and stops at the limit, so it is cheap for
-        the server even where it takes a while, and may see a record that was settled meanwhile.
-        """
-        ((pages,),) = await self._statements.fetch("table_pages")
-        found: dict[bytes, StoredKey] = {}
-        for page in range(0, pages, _LOOK_PAGES):
-            rows = await self._statements.fetch(
-                "abandoned_in_pages", f"({page},0)", f"({page + _LOOK_PAGES},0)", limit - len(found)
-            )
-            # A row that moved to a later page meanwhile is met twice; the later one counts.
-            found |= {item.record.digest: item for item in map(_stored, rows)}
-            if len(found) >= limit:
-                break
-        return sorted(found.values(), key=lambda item: item.record.lease_ends_at_ms)
-
     async def list_resumable(
         self, limit: int, after: bytes, operations: Sequence[str]
     ) -> list[StoredKey]:
@@ -217,12 +185,13 @@ class Reader:
         found = []
         rows = await self._statements.fetch("list_resumable", after, limit, list(operations))
         for row in rows:
-            item = _stored(row)
+            item = stored_of(row)
             item.arguments = payload_of(tuple(row)[RECORD_COLUMNS + 1 :])
             found.append(item)
         return found
 
 
-def _stored(row: Sequence[Any]) -> StoredKey:
+def stored_of(row: Sequence[Any]) -> StoredKey:
+    """The record of a row that begins with the instant of the reading."""
     now_ms, record = row[0], record_of(tuple(row)[1 : RECORD_COLUMNS + 1])
     return StoredKey(record, condition_of(record, now_ms), now_ms)

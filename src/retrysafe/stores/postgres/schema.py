@@ -20,6 +20,8 @@ _FILES: Final = (
     "contended.sql",
     "leases.sql",
     "records.sql",
+    "listing.sql",
+    "operators.sql",
     "steps.sql",
     "atomic.sql",
     "outbox.sql",
@@ -27,6 +29,7 @@ _FILES: Final = (
     "sweep.sql",
     "partitions.sql",
     "diagnosis.sql",
+    "size.sql",
     "schema.sql",
     "migrating.sql",
 )
@@ -57,13 +60,16 @@ LOCK_WAIT: Final = "50ms"
 # What reads much, for operators and sweeps, and may take longer than a commit.
 PATIENT: Final = frozenset(
     {
-        "abandoned_in_pages",
+        "list_claimed",
         "list_entries",
         "list_partitions",
-        "list_records",
         "list_resumable",
+        "pending_in_pages",
+        "pending_of",
+        "pending_since",
         "read_outcomes",
         "read_table_options",
+        "sweep_actions",
         "sweep_arguments",
         "sweep_default_outcomes",
         "sweep_entries",

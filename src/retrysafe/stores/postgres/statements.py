@@ -7,7 +7,7 @@ conflict. Knows nothing of what a statement says.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 from retrysafe.errors import StoreNotWritable, StoreRejected, StoreUnavailable
@@ -67,6 +67,11 @@ class Statements:
 
             return await flow(fetch)
 
+        return await self._tried(lambda: self.connector.transact(work))
+
+    async def transacted(self, work: Callable[[Session], Coroutine[Any, Any, T]]) -> T:
+        """Runs the work in one transaction; again as `fetch` does."""
+        await self.require_current()
         return await self._tried(lambda: self.connector.transact(work))
 
     async def _tried(self, run: Callable[[], Awaitable[T]]) -> T:

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any, Final
 
 from retrysafe import forks
 from retrysafe.core import transitions
 from retrysafe.core.keys.key import Key
+from retrysafe.core.listing import RecordPage, RecordQuery
 from retrysafe.core.model import (
+    NO_NOTE,
     ClaimAnswer,
     ClaimRequest,
     Decision,
     Extension,
+    OperatorAction,
     OperatorCommand,
-    RecordQuery,
+    OperatorNote,
+    Record,
     Settlement,
     StepWrite,
     StoredKey,
@@ -28,15 +33,17 @@ from retrysafe.core.model import (
     SweepReport,
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, ExtendResult, SettleResult
+from retrysafe.core.size import StoreSize
 from retrysafe.errors import StoreError, StoreNotWritable, StoreRejected, StoreUnavailable
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.postgres import diagnosis, leases, rows, schema
+from retrysafe.stores.postgres import diagnosis, leases, rows, schema, size
 from retrysafe.stores.postgres.atomic import PostgresTransaction
 from retrysafe.stores.postgres.claims import Claims
 from retrysafe.stores.postgres.contended import ROUNDS_LIMIT, Contended, kept_changing
-from retrysafe.stores.postgres.drivers.port import Conflict, Connector, Locked
+from retrysafe.stores.postgres.drivers.port import Conflict, Connector, Locked, Session
+from retrysafe.stores.postgres.listing import Listing
 from retrysafe.stores.postgres.naming import checked_schema_name
 from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.partitions import Partitions
@@ -69,6 +76,7 @@ class PostgresStore:
         )
         self._statements = Statements(connector, schema_name=self.schema_name, location=location)
         self._reader = Reader(self._statements)
+        self._listing = Listing(self._statements.fetch)
         self.outbox = PostgresOutbox(self._statements.fetch)
         self._contended = Contended(self._statements, self.outbox)
         self._claims = Claims(self._statements, self._reader, self._contended)
@@ -182,19 +190,23 @@ class PostgresStore:
         """The record of a key with its steps and the outcome to replay, or its whole audit."""
         return await self._reader.read_key(key, with_audit=with_audit)
 
-    async def read_audit(self, key: Key) -> list[StoredOutcome]:
-        """Every stored outcome of a key, also when a sweep has removed its record."""
-        return await self._reader.read_audit(key)
+    async def read_audit(
+        self, key: Key, seconds: float | None = None
+    ) -> tuple[list[StoredOutcome], str]:
+        """Every stored outcome of a key, also when a sweep has removed its record; by an index."""
+        return await self._reader.read_audit(key), ""
 
     async def last_outcome(self, key: Key) -> StoredOutcome | None:
         """The newest ending of the key's present life."""
         return await self._reader.last_outcome(key)
 
-    async def list_records(self, query: RecordQuery) -> list[StoredKey]:
+    async def list_records(self, query: RecordQuery) -> RecordPage:
         """Records for an operator, newest claim first."""
-        return await self._reader.list_records(query)
+        return await self._listing.list_records(query)
 
-    async def operate(self, key: Key, command: OperatorCommand) -> Decision:
+    async def operate(
+        self, key: Key, command: OperatorCommand, note: OperatorNote = NO_NOTE
+    ) -> Decision:
         """Applies an operator's command."""
         for _ in range(ROUNDS_LIMIT):
             record, now_ms = await self._reader.read_of(key) or NO_RECORD
@@ -202,7 +214,8 @@ class PostgresStore:
             if changed is None or record is None:
                 return decision
             try:
-                if await self._contended.replace(record, changed, lock_wait=_OPERATOR_LOCK_WAIT):
+                action = transitions.action_of(record, command, note, now_ms)
+                if await self._operated(key, record, changed, action):
                     return decision
             except Locked as error:
                 raise StoreUnavailable(
@@ -211,6 +224,24 @@ class PostgresStore:
                     key=key.text,
                 ) from error
         raise kept_changing(key)
+
+    async def _operated(self, key: Key, old: Record, new: Record, action: OperatorAction) -> bool:
+        """Writes the change and who made it, or neither; False when the row is another by now."""
+        change = rows.replacement(old, new, is_new_request=False, lock_wait=_OPERATOR_LOCK_WAIT)
+
+        async def write(session: Session) -> bool:
+            ((count,),) = await session.fetch(self._statements.text("replace_record"), change)
+            if count:
+                made = (key.digest, key.caller, key.text, *astuple(action))
+                await session.fetch(self._statements.text("keep_action"), made)
+            return bool(count)
+
+        return await self._statements.transacted(write)
+
+    async def read_actions(self, key: Key) -> list[OperatorAction]:
+        """What operators did to a key, oldest first."""
+        found = await self._statements.fetch("read_actions", key.digest, key.caller, key.text)
+        return [OperatorAction(*row) for row in found]
 
     # Retention.
 
@@ -225,7 +256,7 @@ class PostgresStore:
 
     async def list_abandoned(self, limit: int) -> list[StoredKey]:
         """At most `limit` pending records whose lease has ended, longest ended first."""
-        return await self._reader.list_abandoned(limit)
+        return await self._listing.list_abandoned(limit)
 
     # Recovery.
 
@@ -264,6 +295,10 @@ class PostgresStore:
     def migration_script(self) -> str:
         """All migrations as one SQL script; opens no connection."""
         return schema.script(self.schema_name)
+
+    async def measure(self) -> StoreSize:
+        """How large the store is, by the server's estimates; raises `StoreUnavailable`."""
+        return await size.measure(self._statements.fetch, self.schema_name)
 
     async def diagnose(self) -> list[Finding]:
         """What is wrong with the server's settings, and what is worth knowing."""

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from retrysafe.core.model import SweepReport
+from retrysafe.stores.audit import ACTIONS_KEPT_MS
 from retrysafe.stores.postgres.outbox import PostgresOutbox
 from retrysafe.stores.postgres.statements import Fetch
 
@@ -23,8 +24,9 @@ from retrysafe.stores.postgres.statements import Fetch
 PAGES_PER_CALL: Final = 32
 # With so many written the call ends. What is left would be steps of a few pages each.
 PAGES_ENOUGH: Final = 16
-# The widest step, over pages that hold little: a megabyte is read in a millisecond or two.
-WIDTH_MOST: Final = 128
+# The widest step, over pages that hold little: four megabytes are read in a few milliseconds, and
+# five million live keys are walked over in less than 600 statements.
+WIDTH_MOST: Final = 512
 # Steps per call: a large table in which nothing is outlived is walked over in many calls, so that
 # whoever calls can pause in between.
 STEPS_PER_CALL: Final = 16
@@ -118,11 +120,16 @@ class Sweeping:
             ((count,),) = await fetch("sweep_renewals", limit)
             return int(count)
 
+        async def actions(limit: int) -> int:
+            ((count,),) = await fetch("sweep_actions", limit, ACTIONS_KEPT_MS)
+            return int(count)
+
         self._beside = {
             "outcomes": outcomes,
             "entries": outbox.sweep,
             "arguments": arguments,
             "renewals": renewals,
+            "actions": actions,
         }
         # Those that reached their limit at their last turn, and so may have left something.
         self._unfinished: set[str] = set()

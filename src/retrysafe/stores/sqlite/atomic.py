@@ -7,13 +7,14 @@ the key would be waiting for ourselves.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from retrysafe.core import transitions
 from retrysafe.core.keys.key import Key
@@ -33,44 +34,19 @@ from retrysafe.reentry import OpenBlock
 from retrysafe.stores.sqlite import claims, outbox, rows, settlements, steps
 from retrysafe.stores.sqlite.file import full_code, primary_code
 from retrysafe.stores.sqlite.schema import SQL
+from retrysafe.stores.sqlite.user_connections import Driver, Work, adapted
 
 T = TypeVar("T")
-Work = Callable[[sqlite3.Connection], T]
-
-_ENDED: Final = "the transaction ended inside the block: commit or roll back after it"
-
-
-def plain_connection(connection: object) -> sqlite3.Connection:
-    """The driver's connection inside a user's; raises `InvalidInput` for an unknown kind.
-
-    Raises `TransactionMissing` when Django has none open: it would commit the outcome by itself.
-    """
-    if getattr(connection, "vendor", None) == "sqlite":
-        # Django's wrapper, known by what it says of itself, so that Django is not imported here.
-        if not getattr(connection, "in_atomic_block", False):
-            raise TransactionMissing(
-                "Django has no open transaction here: put the block into "
-                "'with django.db.transaction.atomic():'"
-            )
-        connection = getattr(connection, "connection", None)
-    if isinstance(connection, sqlite3.Connection):
-        return connection
-    kind = type(connection)
-    raise InvalidInput(
-        f"{kind.__module__}.{kind.__qualname__} is no connection that the SQLite store can join: "
-        "pass a sqlite3.Connection, or Django's connection, to the same file"
-    )
 
 
 class SqliteTransaction:
     """A user's transaction on the store's file."""
 
-    waits = Waits.BLOCKING
-
     def __init__(
         self,
-        connection: sqlite3.Connection,
+        connection: object,
         *,
+        store: object,
         path: Path,
         require_unmoved: Callable[[], None],
         now_ms: Callable[[], int],
@@ -78,7 +54,10 @@ class SqliteTransaction:
         has_outcome: Callable[[Settlement], bool],
         has_step: Callable[[StepWrite], bool],
     ) -> None:
-        self._connection = connection
+        self._user, self.waits = adapted(connection)
+        # Found by `begin`, which comes before everything else.
+        self._driver: Driver
+        self._store = store
         self._path = path
         # Raises when the path leads to other files by now than the store has opened there.
         self._require_unmoved = require_unmoved
@@ -92,11 +71,13 @@ class SqliteTransaction:
 
     async def begin(self) -> None:
         """Sets a savepoint; a connection that begins by itself is made to do it now."""
-        self._plainly(self._begin)
+        self._driver = await self._user.reach()
+        await self._run(self._begin)
+        await self._user.set_savepoint()
 
     def _begin(self, connection: sqlite3.Connection) -> None:
         self._require_unmoved()
-        self._require_same_file()
+        self._require_same_file(connection)
         if not connection.in_transaction:
             if connection.isolation_level is None:
                 raise TransactionMissing(
@@ -106,34 +87,27 @@ class SqliteTransaction:
             self._prepare()
             # The binding would begin at the next write anyway, and the user commits.
             connection.execute("BEGIN")
-        connection.execute("SAVEPOINT retrysafe")
 
     async def keep(self) -> None:
         """Releases the savepoint; raises `TransactionMissing` when it is gone."""
         self._leave_block()
-        if not self._connection.in_transaction:
-            raise TransactionMissing(_ENDED)
-        try:
-            self._connection.execute("RELEASE retrysafe")
-        except sqlite3.OperationalError as error:
-            if full_code(error) != sqlite3.SQLITE_ERROR:
-                raise
-            # There is no such savepoint: this transaction is another one, which the binding began
-            # by itself at the first write after the end of the one that the claim was made in.
-            raise TransactionMissing(_ENDED) from error
+        await self._user.release_savepoint()
 
     async def undo(self) -> None:
         """Rolls back to the savepoint and ends it."""
         self._leave_block()
-        if self._connection.in_transaction:
-            self._connection.execute("ROLLBACK TO retrysafe")
-            self._connection.execute("RELEASE retrysafe")
+        await self._user.roll_back_savepoint()
 
     # The claim.
 
     async def lock(self, key: Key, wait_seconds: float | None) -> bool:
         """Takes the file's write lock, within the connection's own timeout or the given time."""
-        return self._plainly(lambda connection: self._lock(connection, wait_seconds))
+        is_locked = await self._run(lambda connection: self._lock(connection, wait_seconds))
+        if is_locked and self.waits is Waits.BLOCKING:
+            self._block = OpenBlock(self._path, threading.get_ident(), self.is_open)
+        elif is_locked:
+            self._block = OpenBlock(self._store, asyncio.current_task(), self.is_open)
+        return is_locked
 
     def _lock(self, connection: sqlite3.Connection, wait_seconds: float | None) -> bool:
         (earlier_ms,) = connection.execute("PRAGMA busy_timeout").fetchone()
@@ -142,8 +116,7 @@ class SqliteTransaction:
             # Inside the try: a signal that raises right after it must not change the user's limit.
             if limit_ms != earlier_ms:
                 connection.execute(f"PRAGMA busy_timeout = {limit_ms}")
-            self._take_write_lock()
-            self._block = OpenBlock(self._path, threading.get_ident(), self.is_open)
+            self._take_write_lock(connection)
             return True
         except sqlite3.OperationalError as error:
             if full_code(error) == sqlite3.SQLITE_ERROR:
@@ -161,7 +134,7 @@ class SqliteTransaction:
 
     async def look(self, request: ClaimRequest) -> ClaimAnswer:
         """The table's answer to a claim, without making it."""
-        return self._plainly(lambda connection: self._look(connection, request))
+        return await self._run(lambda connection: self._look(connection, request))
 
     def _look(self, connection: sqlite3.Connection, request: ClaimRequest) -> ClaimAnswer:
         record = rows.select(connection, request.key.digest)
@@ -173,7 +146,7 @@ class SqliteTransaction:
 
     async def claim(self, request: ClaimRequest) -> ClaimAnswer:
         """Claims a key as the store does, on the user's connection."""
-        (answer,) = self._plainly(
+        (answer,) = await self._run(
             lambda connection: claims.claim(connection, [request], self._now_ms())
         )
         if isinstance(answer, StoreError):
@@ -191,10 +164,10 @@ class SqliteTransaction:
 
         def write(connection: sqlite3.Connection) -> list[SettleResult]:
             # Before the first read: a transaction that has read cannot always become the writer.
-            self._take_write_lock()
+            self._take_write_lock(connection)
             return settlements.settle(connection, [settlement], self._now_ms())
 
-        (answer,) = self._plainly(write)
+        (answer,) = await self._run(write)
         if isinstance(answer, StoreError):
             raise answer
         return answer.decision
@@ -204,27 +177,38 @@ class SqliteTransaction:
 
         def write(connection: sqlite3.Connection) -> None:
             try:
-                self._take_write_lock()
+                self._take_write_lock(connection)
                 outbox.insert(connection, entries, None, self._now_ms())
             except sqlite3.OperationalError as error:
                 if full_code(error) == sqlite3.SQLITE_ERROR:
                     raise self._schema_missing(error) from error
                 raise
 
-        self._plainly(write)
+        await self._run(write)
 
     async def fate(self, settlement: Settlement) -> Fate:
         """Compares what the store sees with what the user's connection sees."""
-        if self._has_outcome(settlement):
-            return Fate.STANDS
         sought = {"digest": settlement.key.digest, "token": settlement.token}
+
+        def is_there(connection: sqlite3.Connection) -> bool:
+            (count,) = connection.execute(SQL["count_outcomes"], sought).fetchone()
+            return bool(count)
+
+        return await self._fate(lambda: self._has_outcome(settlement), is_there)
+
+    async def _fate(self, stands: Callable[[], bool], is_there: Work[bool]) -> Fate:
+        # First: what has ended before the store is asked is seen by the store.
+        is_open = self.is_open()
+        if await self._driver.ask(stands):
+            return Fate.STANDS
+        if not is_open:
+            # Nor is the connection asked: its pool may have lent it to somebody else.
+            return Fate.UNDONE
         try:
-            (count,) = self._plainly(
-                lambda connection: connection.execute(SQL["count_outcomes"], sought).fetchone()
-            )
+            return Fate.OPEN if await self._run(is_there) else Fate.UNDONE
         except sqlite3.ProgrammingError:
+            # Of another thread, or closed meanwhile, which rolls back.
             return Fate.OPEN if self.is_open() else Fate.UNDONE
-        return Fate.OPEN if count else Fate.UNDONE
 
     # Steps.
 
@@ -236,7 +220,7 @@ class SqliteTransaction:
         """
 
         def record(connection: sqlite3.Connection) -> Decision:
-            self._take_write_lock()
+            self._take_write_lock(connection)
             if steps.is_there(connection, write):
                 return Decision.LOST
             now_ms = self._now_ms()
@@ -244,31 +228,24 @@ class SqliteTransaction:
             claims.extend(connection, [extension], now_ms)
             return steps.record(connection, write, now_ms)
 
-        return self._plainly(record)
+        return await self._run(record)
 
     async def step_fate(self, write: StepWrite) -> Fate:
         """Compares what the store sees with what the user's connection sees."""
-        if self._has_step(write):
-            return Fate.STANDS
-        try:
-            is_open = self._plainly(lambda connection: steps.is_there(connection, write))
-        except sqlite3.ProgrammingError:
-            return Fate.UNDONE  # Closed, so whatever was open was rolled back.
-        return Fate.OPEN if is_open else Fate.UNDONE
+        return await self._fate(
+            lambda: self._has_step(write), lambda connection: steps.is_there(connection, write)
+        )
 
     def is_open(self) -> bool:
         """Whether the connection has a transaction.
 
         Any thread may ask, also where only one may use the connection, and while that does.
         """
-        try:
-            return self._connection.in_transaction
-        except sqlite3.ProgrammingError:
-            return False  # Closed, so whatever was open was rolled back.
+        return self._user.is_open()
 
-    def _take_write_lock(self) -> None:
+    def _take_write_lock(self, connection: sqlite3.Connection) -> None:
         """Raises also when it is the lock of a file that others do not find any more."""
-        self._connection.execute(SQL["take_write_lock"])
+        connection.execute(SQL["take_write_lock"])
         self._require_unmoved()
 
     def _leave_block(self) -> None:
@@ -278,18 +255,8 @@ class SqliteTransaction:
 
     # The user's connection.
 
-    def _plainly(self, work: Work[T]) -> T:
-        """Runs the work with rows and texts as they are, whatever shape the user has asked for.
-
-        Not a context manager: a signal that raises before its body would leave them so.
-        """
-        connection = self._connection
-        row_factory, text_factory = connection.row_factory, connection.text_factory
-        try:
-            connection.row_factory, connection.text_factory = None, str
-            return work(connection)
-        finally:
-            connection.row_factory, connection.text_factory = row_factory, text_factory
+    async def _run(self, work: Work[T]) -> T:
+        return await self._driver.run(lambda connection: _plainly(connection, work))
 
     def _schema_missing(self, error: sqlite3.OperationalError) -> SchemaMissing:
         return SchemaMissing(
@@ -297,8 +264,7 @@ class SqliteTransaction:
             f"migrate --store sqlite:///{self._path}' before the first transaction"
         )
 
-    def _require_same_file(self) -> None:
-        connection = self._connection
+    def _require_same_file(self, connection: sqlite3.Connection) -> None:
         # A name in the file system need not be UTF-8.
         connection.text_factory = os.fsdecode
         try:
@@ -317,3 +283,16 @@ class SqliteTransaction:
                 f"this connection is to {file or 'a database in memory'!r}, and the store is "
                 f"{str(self._path)!r}: outcome and business write must be in one file"
             )
+
+
+def _plainly(connection: sqlite3.Connection, work: Work[T]) -> T:
+    """Does the work with rows and texts as they are, whatever shape the user has asked for.
+
+    Not a context manager: a signal that raises before its body would leave them so.
+    """
+    row_factory, text_factory = connection.row_factory, connection.text_factory
+    try:
+        connection.row_factory, connection.text_factory = None, str
+        return work(connection)
+    finally:
+        connection.row_factory, connection.text_factory = row_factory, text_factory

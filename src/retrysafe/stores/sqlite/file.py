@@ -124,7 +124,8 @@ def translated(error: sqlite3.OperationalError, location: str) -> StoreError:
     code = primary_code(error)
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return StoreUnavailable(
-            f"{location} is locked by another writer for too long: look for a long transaction"
+            f"{location} is locked by another writer for too long: look for a long transaction. It "
+            "may be your own: end it, also on errors, before the operation ends"
         )
     if code == sqlite3.SQLITE_CANTOPEN:
         return StoreMissing(f"{location} cannot be opened: check the path and its permissions")

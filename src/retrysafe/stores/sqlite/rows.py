@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from typing import Any
+from typing import Any, Final
 
 from retrysafe.core.keys.key import Key
+from retrysafe.core.listing import RecordQuery
 from retrysafe.core.model import Payload, Record, State, StoredOutcome
 from retrysafe.stores.sqlite.schema import SQL
+
+# Later than any claim.
+_NEVER_MS: Final = 2**62
 
 
 def record(row: tuple[Any, ...]) -> Record:
@@ -44,6 +49,29 @@ def select_of(connection: sqlite3.Connection, key: Key) -> Record | None:
     if found is None or found.text != key.text or found.caller != key.caller:
         return None
     return found
+
+
+def listed(connection: sqlite3.Connection, query: RecordQuery, now_ms: int) -> list[Record]:
+    """The records that a query means, newest claim first."""
+    claimed_at_ms, digest = query.after or (_NEVER_MS, b"")
+    newer, older = query.newer_than_ms, query.older_than_ms
+    found = connection.execute(
+        SQL["select_keys"],
+        {
+            "caller": query.caller,
+            "prefix": query.text_prefix,
+            "any_condition": not query.conditions,
+            "conditions": json.dumps([item.value for item in query.conditions]),
+            "operation": query.operation,
+            "first_ms": -_NEVER_MS if newer is None else now_ms - newer,
+            "last_ms": _NEVER_MS if older is None else now_ms - older,
+            "after_ms": claimed_at_ms,
+            "after_digest": digest,
+            "now_ms": now_ms,
+            "limit": query.limit,
+        },
+    ).fetchall()
+    return [record(row) for row in found]
 
 
 def update(connection: sqlite3.Connection, changed: Record) -> None:

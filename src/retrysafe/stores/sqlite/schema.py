@@ -25,7 +25,9 @@ _FILES: Final = (
     "atomic.sql",
     "outbox.sql",
     "recovery.sql",
+    "operators.sql",
     "sweep.sql",
+    "size.sql",
     "schema.sql",
 )
 _BLOCKS: Final = {

@@ -7,7 +7,6 @@ a claim that the disk forgot would be run twice.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,14 +15,17 @@ from pathlib import Path
 from retrysafe import forks
 from retrysafe.core import transitions
 from retrysafe.core.keys.key import Key
+from retrysafe.core.listing import RecordPage, RecordQuery
 from retrysafe.core.machine import condition_of
 from retrysafe.core.model import (
+    NO_NOTE,
     ClaimAnswer,
     ClaimRequest,
     Decision,
     Extension,
+    OperatorAction,
     OperatorCommand,
-    RecordQuery,
+    OperatorNote,
     Settlement,
     StepWrite,
     StoredKey,
@@ -31,12 +33,22 @@ from retrysafe.core.model import (
     SweepReport,
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, ExtendResult, SettleResult, Waits
+from retrysafe.core.size import StoreSize
 from retrysafe.errors import StoreRejected
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.diagnosis import Finding
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.sqlite import diagnosis, recovery, rows, schema, steps
-from retrysafe.stores.sqlite.atomic import SqliteTransaction, plain_connection
+from retrysafe.stores.sqlite import (
+    audit,
+    diagnosis,
+    operators,
+    recovery,
+    rows,
+    schema,
+    size,
+    steps,
+)
+from retrysafe.stores.sqlite.atomic import SqliteTransaction
 from retrysafe.stores.sqlite.claims import claim, extend
 from retrysafe.stores.sqlite.connections import SQLITE_ERRORS, Connections
 from retrysafe.stores.sqlite.outbox import SqliteOutbox
@@ -166,7 +178,8 @@ class SqliteStore:
     def join(self, connection: object) -> SqliteTransaction:
         """The open transaction of a user's connection to this file; raises `InvalidInput`."""
         return SqliteTransaction(
-            plain_connection(connection),
+            connection,
+            store=self,
             path=self.path,
             require_unmoved=self._connections.file.require_unmoved,
             now_ms=self._now_ms,
@@ -215,28 +228,20 @@ class SqliteStore:
         )
         return None if found is None else rows.outcome(found)
 
-    async def read_audit(self, key: Key) -> list[StoredOutcome]:
-        """Every stored outcome of a key, also when a sweep has removed its record."""
-        return self._read(lambda connection: rows.outcomes(connection, "select_outcomes", key))
+    async def read_audit(
+        self, key: Key, seconds: float | None = None
+    ) -> tuple[list[StoredOutcome], str]:
+        """Stored outcomes of a key, the newest first to be searched, with or without a record."""
+        return audit.searched(self._read, key, seconds)
 
-    async def list_records(self, query: RecordQuery) -> list[StoredKey]:
+    async def list_records(self, query: RecordQuery) -> RecordPage:
         """Records for an operator, newest claim first."""
 
-        def look(connection: sqlite3.Connection) -> list[StoredKey]:
+        def look(connection: sqlite3.Connection) -> RecordPage:
             now_ms = self._now_ms()
-            found = connection.execute(
-                SQL["select_keys"],
-                {
-                    "caller": query.caller,
-                    "prefix": query.text_prefix,
-                    "any_condition": not query.conditions,
-                    "conditions": json.dumps([item.value for item in query.conditions]),
-                    "now_ms": now_ms,
-                    "limit": query.limit,
-                },
-            ).fetchall()
-            records = map(rows.record, found)
-            return [StoredKey(item, condition_of(item, now_ms), now_ms) for item in records]
+            found = rows.listed(connection, query, now_ms)
+            listed = [StoredKey(item, condition_of(item, now_ms), now_ms) for item in found]
+            return RecordPage.of(listed, query.limit)
 
         return self._read(look)
 
@@ -264,17 +269,26 @@ class SqliteStore:
             )
         )
 
-    async def operate(self, key: Key, command: OperatorCommand) -> Decision:
+    async def operate(
+        self, key: Key, command: OperatorCommand, note: OperatorNote = NO_NOTE
+    ) -> Decision:
         """Applies an operator's command."""
 
         def apply(connection: sqlite3.Connection) -> Decision:
             record = rows.select_of(connection, key)
-            changed, decision = transitions.operate(record, command, self._now_ms())
-            if changed is not None:
+            now_ms = self._now_ms()
+            changed, decision = transitions.operate(record, command, now_ms)
+            if changed is not None and record is not None:
                 rows.update(connection, changed)
+                action = transitions.action_of(record, command, note, now_ms)
+                operators.keep(connection, key, action)
             return decision
 
         return self._write(apply)
+
+    async def read_actions(self, key: Key) -> list[OperatorAction]:
+        """What operators did to a key, oldest first."""
+        return self._read(lambda connection: operators.actions_of(connection, key))
 
     async def sweep(self, limit: int) -> SweepReport:
         """Removes a bounded number of outlived keys and of outcomes past their audit window.
@@ -301,6 +315,10 @@ class SqliteStore:
     def migration_script(self) -> str:
         """The schema as SQL; the file is not touched."""
         return schema.script()
+
+    async def measure(self) -> StoreSize:
+        """How large the file is, without a scan; raises `StoreUnavailable`."""
+        return self._read(lambda connection: size.measure(connection, self._now_ms()))
 
     async def diagnose(self) -> list[Finding]:
         """What is wrong with the file, and what is worth knowing; raises `StoreError`."""

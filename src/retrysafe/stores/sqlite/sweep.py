@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 from retrysafe.core.model import SweepReport
 from retrysafe.reentry import reentered
+from retrysafe.stores.audit import ACTIONS_KEPT_MS
 from retrysafe.stores.sqlite.connections import Connections
 from retrysafe.stores.sqlite.schema import SQL
 
@@ -184,10 +185,14 @@ class Sweeping:
             found += self._read(look)
         return found
 
+    def _instants(self) -> dict[str, int]:
+        now_ms = self._now_ms()
+        return {"now_ms": now_ms, "past_ms": now_ms - ACTIONS_KEPT_MS}
+
     def _has_others(self) -> bool:
         look = SQL["look_at_others"]
         (is_there,) = self._read(
-            lambda connection: connection.execute(look, (self._now_ms(),)).fetchone()
+            lambda connection: connection.execute(look, self._instants()).fetchone()
         )
         return bool(is_there)
 
@@ -225,6 +230,7 @@ class Sweeping:
             def remove(connection: sqlite3.Connection, size: int = size) -> int:
                 removed = connection.execute(SQL["delete_entries"], (self._now_ms(), size))
                 connection.execute(SQL["delete_needless_arguments"], (size,))
+                connection.execute(SQL["delete_actions"], {**self._instants(), "limit": size})
                 return removed.rowcount
 
             report.entries += self._write(remove)

@@ -6,7 +6,8 @@ from itertools import product
 
 import pytest
 
-from retrysafe.core.model import Condition, Decision, OperatorCommand, RecordQuery, SettleKind
+from retrysafe.core.listing import RecordQuery
+from retrysafe.core.model import Condition, Decision, OperatorCommand, SettleKind
 from retrysafe.errors import DigestCollision
 from retrysafe.testing.suite.base import SuiteBase
 from retrysafe.testing.suite.probe import KEY, PRESENT, Probe, colliding

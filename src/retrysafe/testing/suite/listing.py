@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from retrysafe.core.model import Condition, RecordQuery, SettleKind
+from retrysafe.core.listing import RecordQuery
+from retrysafe.core.model import Condition, SettleKind
 from retrysafe.testing.suite.base import SuiteBase
-from retrysafe.testing.suite.probe import LEASE_MS, PRESENT, Probe, key_of
+from retrysafe.testing.suite.probe import LEASE_MS, PRESENT, Probe, key_of, request
 
 
 def _texts(probe: Probe, query: RecordQuery) -> list[str]:
@@ -101,6 +104,35 @@ class ListingCases(SuiteBase):
             caller="caller-1", text_prefix="r", conditions=frozenset({Condition.RELEASED}), limit=1
         )
         assert _texts(probe, query) == ["released"]
+
+    def test_by_operation_and_by_age(self, probe: Probe) -> None:
+        """The name to the letter; the age counts from the last claim."""
+        probe.ask(request(key_of("old"), operation="refund"))
+        probe.advance(1_000)
+        probe.ask(request(key_of("new"), operation="charge"))
+        probe.advance(500)
+        assert _texts(probe, RecordQuery(operation="refund")) == ["old"]
+        assert _texts(probe, RecordQuery(operation="ref")) == []
+        assert _texts(probe, RecordQuery(older_than_ms=1_500)) == ["old"]
+        assert _texts(probe, RecordQuery(newer_than_ms=500)) == ["new"]
+        assert _texts(probe, RecordQuery(older_than_ms=500, newer_than_ms=1_499)) == ["new"]
+
+    @pytest.mark.parametrize("conditions", [frozenset(), frozenset({Condition.RUNNING})])
+    def test_pages_follow_each_other(self, probe: Probe, conditions: frozenset[Condition]) -> None:
+        """Every record comes once, also where several were claimed in one millisecond."""
+        for number in range(7):
+            probe.hold(key_of(f"key-{number}"))
+            probe.advance(number % 2)
+        expected = _texts(probe, RecordQuery(conditions=conditions))
+        assert len(expected) == 7
+        query, found = RecordQuery(conditions=conditions, limit=2), list[str]()
+        while True:
+            page = probe.page(query)
+            found += [item.record.text for item in page.keys]
+            if page.after is None:
+                break
+            query = replace(query, after=page.after)
+        assert found == expected
 
     def test_a_listed_record_is_the_record(self, probe: Probe) -> None:
         """The rows are those that `read` gives, without steps and audit."""

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from retrysafe.core.keys.key import Caller, Key
+from retrysafe.core.listing import RecordPage, RecordQuery
 from retrysafe.core.model import (
     ClaimAnswer,
     ClaimRequest,
@@ -18,7 +19,6 @@ from retrysafe.core.model import (
     Fingerprint,
     OperatorCommand,
     Payload,
-    RecordQuery,
     SettleAnswer,
     SettleKind,
     Settlement,
@@ -274,8 +274,12 @@ class Probe:
 
     def listed(self, query: RecordQuery) -> list[StoredKey]:
         """The records of a query."""
-        found: list[StoredKey] = self._run(self.store.list_records(query))
-        return found
+        return self.page(query).keys
+
+    def page(self, query: RecordQuery) -> RecordPage:
+        """The records of a query, and where they go on."""
+        page: RecordPage = self._run(self.store.list_records(query))
+        return page
 
     def sweep(self, limit: int = 1000) -> SweepReport:
         """One bounded sweep."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from types import TracebackType
 from typing import Any, Final, TypeVar
 
 import asyncpg
@@ -100,6 +101,43 @@ async def _release(pool: Any, connection: Any) -> None:
         await pool.release(connection)
 
 
+class _Borrowed:
+    """A connection of the pool, for as long as an `async with` lasts.
+
+    No async generator: a loop that ends closes all of those, in the middle of what they are used
+    for, and would cut the connection that an outcome is just being stored over.
+    """
+
+    def __init__(self, connector: AsyncpgConnector) -> None:
+        self._connector = connector
+
+    async def __aenter__(self) -> Any:
+        self._pool = await self._connector.opened()
+        try:
+            self._connection = await self._connector.taken(self._pool)
+        except Exception as error:
+            await self._connector.raise_translated(self._pool, error)
+            raise
+        return self._connection
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and not isinstance(error, _ANSWERED):
+            # To give it back would wait for the server to take note, as long again.
+            drop(self._connection)
+        try:
+            await self._connector.give_back(self._pool, self._connection, is_fine=error is None)
+        except Exception as failure:
+            await self._connector.raise_translated(self._pool, failure)
+            raise
+        if isinstance(error, Exception):
+            await self._connector.raise_translated(self._pool, error)
+
+
 class AsyncpgConnector:
     """A pool of connections of one event loop."""
 
@@ -122,14 +160,14 @@ class AsyncpgConnector:
 
     async def fetch(self, sql: str, params: Sequence[Any] = ()) -> Rows:
         """Runs one statement in a transaction of its own."""
-        async with self._connection() as connection:
+        async with _Borrowed(self) as connection:
             rows: Rows = await connection.fetch(sql, *params)
             return rows
 
     async def transact(self, work: Callable[[Session], Coroutine[Any, Any, T]]) -> T:
         """Runs the work in a transaction that commits at the end."""
         patient_seconds = self._options.statement_timeout.total_seconds()
-        async with self._connection() as connection, connection.transaction():
+        async with _Borrowed(self) as connection, connection.transaction():
             return await work(_Session(connection, patient_seconds))
 
     def refuse_reentry(self) -> None:
@@ -156,7 +194,7 @@ class AsyncpgConnector:
     async def fetch_patiently(self, sql: str, params: Sequence[Any] = ()) -> Rows:
         """The same for a statement that may take long."""
         seconds = self._options.statement_timeout.total_seconds()
-        async with self._connection() as connection:
+        async with _Borrowed(self) as connection:
             rows: Rows = await connection.fetch(sql, *params, timeout=seconds)
             return rows
 
@@ -206,7 +244,7 @@ class AsyncpgConnector:
     async def fetch_within(self, seconds: float, sql: str, params: Sequence[Any] = ()) -> Rows:
         """Runs a statement that must not take long, waiting for a connection included."""
         try:
-            async with asyncio.timeout(seconds), self._connection() as connection:
+            async with asyncio.timeout(seconds), _Borrowed(self) as connection:
                 rows: Rows = await connection.fetch(sql, *params)
                 return rows
         except TimeoutError as error:
@@ -234,31 +272,8 @@ class AsyncpgConnector:
         self._resting = []
         self._loop = None
 
-    @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[Any]:
-        pool = await self._opened()
-        try:
-            connection = await self._taken(pool)
-            is_fine = False
-            try:
-                yield connection
-                is_fine = True
-            except _ANSWERED:
-                raise
-            except BaseException:
-                # To give it back would wait for the server to take note, as long again.
-                drop(connection)
-                raise
-            finally:
-                await self._give_back(pool, connection, is_fine=is_fine)
-        except Exception as error:
-            translation = await self._after_failure(pool, error)
-            if translation is None:
-                raise
-            raise translation from error
-
-    async def _after_failure(self, pool: Any, error: Exception) -> Exception | None:
-        """The error in the store's words, None when it is not PostgreSQL's; drops dead connections.
+    async def raise_translated(self, pool: Any, error: Exception) -> None:
+        """Raises the error in the store's words, if it is PostgreSQL's; drops dead connections.
 
         A restarted server has killed the other connections too, and a network that has gone silent
         carries nothing for them either.
@@ -270,7 +285,9 @@ class AsyncpgConnector:
                 await self._expire(pool)
         elif isinstance(error, _GONE) and not isinstance(error, _ANSWERED):
             await self._expire(pool)
-        return self._translated(error)
+        translation = self._translated(error)
+        if translation is not None:
+            raise translation from error
 
     def _translated(self, error: BaseException) -> Exception | None:
         if isinstance(error, UnicodeError | asyncpg.DataError):
@@ -281,7 +298,8 @@ class AsyncpgConnector:
             return StoreUnavailable(f"{self._location} does not answer: {error!r}")
         return None
 
-    async def _taken(self, pool: Any) -> Any:
+    async def taken(self, pool: Any) -> Any:
+        """A connection of the pool, of those at hand if there is one."""
         while self._resting:
             connection, rested_since = self._resting.pop()
             if time.monotonic() - rested_since < REST_SECONDS and is_open(connection):
@@ -293,7 +311,8 @@ class AsyncpgConnector:
         finally:
             self._waiting -= 1
 
-    async def _give_back(self, pool: Any, connection: Any, *, is_fine: bool) -> None:
+    async def give_back(self, pool: Any, connection: Any, *, is_fine: bool) -> None:
+        """Takes a connection back that `taken` gave."""
         # Whether it is still open is looked at when it is taken again.
         if is_fine and not self._waiting and pool is self._pool:
             self._resting.append((connection, time.monotonic()))
@@ -311,7 +330,8 @@ class AsyncpgConnector:
             drop(connection)
             await _release(pool, connection)
 
-    async def _opened(self) -> Any:
+    async def opened(self) -> Any:
+        """The pool of the running loop."""
         loop = asyncio.get_running_loop()
         if self._pool is not None and self._loop is loop:
             return self._pool

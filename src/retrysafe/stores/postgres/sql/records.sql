@@ -42,26 +42,3 @@ JOIN {schema}.outcomes AS o ON o.digest = k.digest AND o.settled_at_ms >= k.firs
 WHERE k.digest = $1 AND k.caller = $2 AND k.key = $3
 ORDER BY o.settled_at_ms DESC, o.attempt DESC
 LIMIT 1;
-
--- name: list_records
--- Records for an operator. A scan on purpose: an index for it would cost every claim.
-WITH clock AS MATERIALIZED (
-    SELECT {now_ms} AS now_ms
-)
-SELECT
-    c.now_ms, k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token,
-    k.attempt, k.first_claimed_at_ms, k.claimed_at_ms, {lease_ends_at_ms}, k.settled_at_ms,
-    k.expires_at_ms, k.owner, k.releases, k.is_uncertain, {nothing_happened}, k.corrected_at_ms
-FROM {schema}.keys AS k, clock AS c
-WHERE ($1::text IS NULL OR k.caller = $1)
-  AND starts_with(k.key, $2)
-  AND (cardinality($3::text[]) = 0 OR CASE
-        WHEN k.state = 1 AND {lease_ends_at_ms} > c.now_ms THEN 'running'
-        WHEN k.state = 1 THEN 'abandoned'
-        WHEN k.expires_at_ms <= c.now_ms THEN 'outlived'
-        WHEN k.state = 2 THEN 'succeeded'
-        WHEN k.state = 3 THEN 'failed'
-        ELSE 'released'
-    END = ANY ($3::text[]))
-ORDER BY k.claimed_at_ms DESC, k.digest
-LIMIT $4;

@@ -74,20 +74,3 @@ WITH needless AS (
     RETURNING 1
 )
 SELECT count(*) FROM removed;
-
--- name: table_pages
--- How many pages a search has to walk over.
-SELECT (pg_relation_size('{schema}.keys') / current_setting('block_size')::bigint)::bigint;
-
--- name: abandoned_in_pages
--- Pending records whose lease has ended, in a range of pages. Reads without a lock; an index on the
--- lease would turn every renewal into a non-HOT update.
-SELECT
-    {now_ms}, k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token,
-    k.attempt, k.first_claimed_at_ms, k.claimed_at_ms, {lease_ends_at_ms}, k.settled_at_ms,
-    k.expires_at_ms, k.owner, k.releases, k.is_uncertain, {nothing_happened}, k.corrected_at_ms
-FROM {schema}.keys AS k
-WHERE k.ctid >= $1::text::tid AND k.ctid < $2::text::tid
-    AND k.state = 1 AND k.lease_ends_at_ms <= (SELECT {now_ms})
-    AND {lease_ends_at_ms} <= (SELECT {now_ms})
-LIMIT $3;

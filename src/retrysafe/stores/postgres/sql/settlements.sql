@@ -1,11 +1,11 @@
 -- Endings of attempts, one at a time; those of a batch are in `commit`, beside its claims (claims.sql).
 -- Each statement is its own transaction, correct under READ COMMITTED. Time is the server's clock.
 --
--- Both spell out one cell of the core's table: an ending whose token holds a pending row is applied.
--- Every other ending is decided in Python.
+-- Like `commit`, it spells out one cell of the core's table: an ending whose token holds a pending row is
+-- applied. Every other ending is decided in Python.
 
 -- name: settle_one
--- The same for a single ending that has an outcome.
+-- `commit` for a single ending that has an outcome, as `claim_one` is for a single claim.
 WITH settled AS (
     UPDATE {schema}.keys AS k SET
         state = $3::smallint,

@@ -27,6 +27,9 @@ SELECT
 FROM retrysafe_keys AS k
 WHERE (:caller IS NULL OR caller = :caller)
   AND substr(key, 1, length(:prefix)) = :prefix
+  AND (:operation IS NULL OR operation = :operation)
+  AND claimed_at_ms BETWEEN :first_ms AND :last_ms
+  AND (claimed_at_ms < :after_ms OR claimed_at_ms = :after_ms AND digest > :after_digest)
   AND (:any_condition OR (
     CASE
         WHEN state = 1 AND lease_ends_at_ms > :now_ms THEN 'running'
@@ -51,6 +54,17 @@ WHERE k.digest = ? AND k.state IN (2, 3);
 -- The audit of a key, oldest first. A scan on purpose: an index for it would cost every operation.
 SELECT token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
 FROM retrysafe_outcomes WHERE digest = ? ORDER BY id;
+
+-- name: first_outcome_before
+-- Where a bounded number of outcomes before an id begins.
+SELECT min(id) FROM (
+    SELECT id FROM retrysafe_outcomes WHERE id < :before ORDER BY id DESC LIMIT :rows
+);
+
+-- name: select_outcomes_between
+-- Those of a key in a stretch of ids.
+SELECT id, token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
+FROM retrysafe_outcomes WHERE id >= :first AND id < :before AND digest = :digest;
 
 -- name: select_last_outcome
 -- The newest ending of a key's present life. A claim leaves the id of the last one where it was, so

@@ -20,9 +20,13 @@ FROM (
 );
 
 -- name: look_at_others
--- Whether there are entries or arguments to remove.
+-- Whether there are entries, arguments or operators' actions to remove.
 SELECT
-    EXISTS (SELECT 1 FROM retrysafe_outbox WHERE expires_at_ms <= ?)
+    EXISTS (SELECT 1 FROM retrysafe_outbox WHERE expires_at_ms <= :now_ms)
+    OR EXISTS (
+        SELECT 1 FROM (SELECT acted_at_ms FROM retrysafe_operator_actions ORDER BY id LIMIT 1)
+        WHERE acted_at_ms <= :past_ms
+    )
     OR EXISTS (
         SELECT 1 FROM retrysafe_arguments AS a
         LEFT JOIN retrysafe_keys AS k
