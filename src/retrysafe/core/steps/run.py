@@ -386,7 +386,8 @@ class StepRun:
                 await self._attempt.hold()
             made = taken.made = OneCall(taken.call, taken.args)
             before = book.trail()
-            is_certain = False
+            is_certain, raised = False, ""
+            self.writer.tell(EventKind.STEP_BEGAN, taken.name)
             try:
                 book.enter()
                 if run_once is None:
@@ -399,6 +400,7 @@ class StepRun:
                 if run_once is None and not made.is_own(error):
                     raise
                 is_certain = self._is_nothing_happened(error)
+                raised = type(error).__name__
                 tried += 1
                 if is_listed(error, terminal):
                     self._terminal_errors.append(error)
@@ -410,6 +412,7 @@ class StepRun:
                     self.has_uncertain = True
                 # By one call of C: a signal must not leave the mark of being inside.
                 book.leave(before)
+                self.writer.tell(EventKind.STEP_ENDED, taken.name, raised)
             await self._clock.sleep(retry.pause_seconds(tried))
 
     def _is_nothing_happened(self, error: Exception) -> bool:
