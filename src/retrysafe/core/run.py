@@ -211,6 +211,7 @@ class Runner:
             run_limit_seconds=call.policy.run_limit_seconds,
         )
         flight.began_monotonic = asked
+        flight.trace = call.progress.trace
         # The owner that was in the way is gone: followers must not be told of it any more.
         flight.conflict_ends_monotonic = None
         self._flights.enter(flight, Phase.RUNNING)
@@ -361,7 +362,7 @@ class Runner:
         if cache is None:
             return
         with self._lock:
-            cache.keep(call.key.digest, call, payload, attempt, asked, remaining_ms)
+            cache.keep(call.key.digest, call, payload, attempt, asked, remaining_ms, flight.trace)
 
 
 def _with_steps(call: Call, steps: StepRun) -> Call:

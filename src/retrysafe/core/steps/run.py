@@ -385,7 +385,8 @@ class StepRun:
                 await self._attempt.hold()
             made = taken.made = OneCall(taken.call, taken.args)
             before = book.trail()
-            is_certain = False
+            is_certain, raised = False, ""
+            self.writer.tell(EventKind.STEP_BEGAN, taken.name)
             try:
                 book.enter()
                 if run_once is None:
@@ -398,6 +399,7 @@ class StepRun:
                 if run_once is None and is_interruption(made, error):
                     raise
                 is_certain = self._is_nothing_happened(error)
+                raised = type(error).__name__
                 tried += 1
                 if is_listed(error, terminal):
                     self._terminal_errors.append(error)
@@ -409,6 +411,7 @@ class StepRun:
                     self.has_uncertain = True
                 # By one call of C: a signal must not leave the mark of being inside.
                 book.leave(before)
+                self.writer.tell(EventKind.STEP_ENDED, taken.name, raised)
             await self._clock.sleep(retry.pause_seconds(tried))
 
     def _is_nothing_happened(self, error: Exception) -> bool:

@@ -159,10 +159,12 @@ class StepWriter:
 
     # Words.
 
-    def tell(self, kind: EventKind, detail: str = "") -> None:
+    def tell(self, kind: EventKind, detail: str = "", error: str = "") -> None:
         """Reports something about this attempt."""
         call = self._call
-        self._report.beside(kind, call.key, call.operation, self._attempt, detail, call.progress)
+        self._report.beside(
+            kind, call.key, call.operation, self._attempt, detail, call.progress, error
+        )
 
     def lost(self) -> ClaimLost:
         """The refusal of a step by an owner that has lost its claim."""
