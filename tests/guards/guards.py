@@ -341,7 +341,7 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Settler.settle,
-                "answer = await self._writer.settle(settlement)",
+                "answer = await self._write(call, settlement, attempt, value)",
                 "self._background.finish("
                 "self._settle_orphan(call, lease, settlement, attempt), str); "
                 "answer = SettleAnswer(Decision.APPLY)",
