@@ -10,6 +10,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from retrysafe import forks
@@ -116,37 +117,29 @@ class SqliteStore:
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
         """Applies a batch in one transaction, or row by row when one of them is refused."""
         try:
-            answers = self._commit(claims, settlements)
-            for item in settlements:
-                if item.entries:
-                    self.outbox.hints.tell()
-                    break
-            return answers
+            answers = self._write(partial(self._apply, claims, settlements))
         except StoreRejected as rejected:
             if len(claims) + len(settlements) == 1:
                 return ([rejected], []) if claims else ([], [rejected])
-        claim_results: list[ClaimResult] = []
-        for request in claims:
-            claim_results += (await self.commit([request], []))[0]
-        settle_results: list[SettleResult] = []
-        for settlement in settlements:
-            settle_results += (await self.commit([], [settlement]))[1]
-        return claim_results, settle_results
+            # Endings first here as well, see `_apply`.
+            settled = [(await self.commit([], [item]))[1][0] for item in settlements]
+            return [(await self.commit([item], []))[0][0] for item in claims], settled
+        if any(item.entries for item in settlements):
+            self.outbox.hints.tell()
+        return answers
 
-    def _commit(
-        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
+    def _apply(
+        self,
+        claims: Sequence[ClaimRequest],
+        settlements: Sequence[Settlement],
+        connection: sqlite3.Connection,
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
-        grace = self._connections.grace
-
-        def apply(connection: sqlite3.Connection) -> tuple[list[ClaimResult], list[SettleResult]]:
-            # Read under the write lock: the wait for it must not count against a lease.
-            now_ms = self._now_ms()
-            # Endings first: an outcome that is there must not lose to a claim beside it.
-            settled = settle(connection, settlements, now_ms) if settlements else []
-            claimed = claim(connection, claims, now_ms, grace) if claims else []
-            return claimed, settled
-
-        return self._write(apply)
+        # Read under the write lock: the wait for it must not count against a lease.
+        now_ms = self._now_ms()
+        # Endings first: an outcome that is there must not lose to a claim beside it.
+        settled = settle(connection, settlements, now_ms) if settlements else []
+        claimed = claim(connection, claims, now_ms, self._connections.grace) if claims else []
+        return claimed, settled
 
     async def extend(
         self, extensions: Sequence[Extension], timeout_seconds: float
