@@ -21,8 +21,7 @@ from retrysafe.core.model import OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store
 from retrysafe.core.settings import CallerSource, SecretSource, Settings, environment_secret
-from retrysafe.observe.logs import EventLog
-from retrysafe.observe.observers import checked_observers, reporter
+from retrysafe.observe.observers import checked_observers, reporter, watch_all
 from retrysafe.runtime.async_calls import AsyncCalls
 from retrysafe.runtime.atomic import AsyncAtomicContext, new_entry, with_connection
 from retrysafe.runtime.checks import (
@@ -61,6 +60,7 @@ class AsyncIdempotency:
     ) -> None:
         """Takes what `Idempotency` takes."""
         store = checked_store(store)
+        observing = checked_observers(observers)
         settings = Settings.checked(
             caller=caller,
             policy=policy,
@@ -71,9 +71,10 @@ class AsyncIdempotency:
         self._calls = AsyncCalls(
             open_store(store, is_async=True) if isinstance(store, str) else store,
             settings,
-            reporter((EventLog(), *checked_observers(observers))),
+            reporter(observing),
             owns_store=isinstance(store, str),
         )
+        watch_all(observing, self._calls)
 
     @property
     def policy(self) -> Policy:

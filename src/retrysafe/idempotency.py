@@ -21,8 +21,7 @@ from retrysafe.core.model import OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store
 from retrysafe.core.settings import CallerSource, SecretSource, Settings, environment_secret
-from retrysafe.observe.logs import EventLog
-from retrysafe.observe.observers import checked_observers, reporter
+from retrysafe.observe.observers import checked_observers, reporter, watch_all
 from retrysafe.runtime.atomic import AtomicContext, new_entry, with_connection
 from retrysafe.runtime.calls import Calls
 from retrysafe.runtime.checks import (
@@ -66,6 +65,7 @@ class Idempotency:
         recognised (default: `RETRYSAFE_SECRET`).
         """
         store = checked_store(store)
+        observing = checked_observers(observers)
         settings = Settings.checked(
             caller=caller,
             policy=policy,
@@ -76,9 +76,10 @@ class Idempotency:
         self._calls = Calls(
             open_store(store) if isinstance(store, str) else store,
             settings,
-            reporter((EventLog(), *checked_observers(observers))),
+            reporter(observing),
             owns_store=isinstance(store, str),
         )
+        watch_all(observing, self._calls)
 
     @property
     def policy(self) -> Policy:

@@ -11,7 +11,6 @@ limit. Nobody who is turned away runs anything.
 from __future__ import annotations
 
 import asyncio
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -28,33 +27,17 @@ from retrysafe.http import (
 )
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores import MemoryStore, SqliteStore
-from tests.http.driving import ask, ask_wsgi
+from tests.http.driving import SlowWSGI, ask, ask_wsgi
 from tests.runtime.staged import until
 
 WAITING = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=30))
-
-
-class Slow:
-    """An application whose run ends when it is told to."""
-
-    def __init__(self) -> None:
-        self.runs = 0
-        self.began = threading.Event()
-        self.may_end = threading.Event()
-
-    def __call__(self, environ, start_response):
-        self.runs += 1
-        self.began.set()
-        assert self.may_end.wait(30)
-        start_response("201 Created", [])
-        return [b"done"]
 
 
 class Server:
     """A WSGI server with few threads, one of which is busy with a slow run."""
 
     def __init__(self, threads: int, **options) -> None:
-        self.slow = Slow()
+        self.slow = SlowWSGI()
         self.idem = Idempotency(MemoryStore())
         self.app = WSGIIdempotencyMiddleware(
             self.slow, self.idem, **{"caller": bearer_token, **options}
@@ -105,7 +88,7 @@ def test_where_the_rule_waits_only_so_many_do(serve, rule):
     assert {reply.problem for reply in refused} == {"in-flight"}
     assert not any("preference-applied" in reply.headers for reply in refused)
     server.slow.may_end.set()
-    assert {future.result(10).body for future in waiting} == {b"done"}
+    assert {future.result(10).body for future in waiting} == {b"{}"}
     assert len(server.app.protection._thread_waiters) == 0
     assert server.slow.runs == 1
 
@@ -146,7 +129,7 @@ def test_a_rule_with_a_transaction_has_places_too(tmp_path):
             yield connection
             connection.execute("COMMIT")
 
-    slow = Slow()
+    slow = SlowWSGI()
     with Idempotency(f"sqlite:///{path}") as idem, ThreadPoolExecutor(1) as pool:
         app = WSGIIdempotencyMiddleware(
             slow,
@@ -159,7 +142,7 @@ def test_a_rule_with_a_transaction_has_places_too(tmp_path):
         assert slow.began.wait(30)
         assert ask_wsgi(app).problem == "in-flight"
         slow.may_end.set()
-        assert first.result(10).body == b"done"
+        assert first.result(10).body == b"{}"
     assert slow.runs == 1
 
 
@@ -181,7 +164,7 @@ class Crowded:
         await self.may_end.wait()
         self.now -= 1
         await send({"type": "http.response.start", "status": 201, "headers": []})
-        await send({"type": "http.response.body", "body": b"done"})
+        await send({"type": "http.response.body", "body": b"{}"})
 
 
 def test_what_runs_behind_a_202_is_bounded():
@@ -267,4 +250,4 @@ def test_impossible_limits_are_refused(options):
     with pytest.raises(PolicyInvalid):
         Limits(**options)
     with pytest.raises(PolicyInvalid), Idempotency(MemoryStore()) as idem:
-        WSGIIdempotencyMiddleware(Slow(), idem, caller=bearer_token, limits=3)
+        WSGIIdempotencyMiddleware(SlowWSGI(), idem, caller=bearer_token, limits=3)

@@ -116,3 +116,9 @@ class Till:
 
     def noted(self) -> None:
         self.background.append(len(self.runs))
+
+
+def parameter_of(operation: Any) -> Any:
+    """The key among the parameters that an OpenAPI document shows of an operation."""
+    (found,) = (item for item in operation["parameters"] if item["name"] == "Idempotency-Key")
+    return found

@@ -111,6 +111,24 @@ def test_a_natural_key_of_a_parameter_that_a_view_has_not_is_refused():
         answers(adds=False)
 
 
+def test_a_parameter_is_that_of_the_rules_path():
+    """The view may call the shop what the rule calls the order: all its orders had one key."""
+    app = Flask("shop")
+
+    @app.post("/shops/<id>/orders/<order>")
+    def cancel(**names):
+        return "cancelled"
+
+    rule = Rule(path="/shops/{shop}/orders/{id}", key=FieldsKey("{shop}", "{id}", window=FOREVER))
+    with closing(Idempotency(MemoryStore())) as idem:
+        Retrysafe(app, idem, caller=GLOBAL, rules=[rule])
+        client = app.test_client()
+        asked = ["/shops/1/orders/7", "/shops/1/orders/8", "/shops/7/orders/1", "/shops/1/orders/7"]
+        replies = [client.post(path) for path in asked]
+    assert [reply.status_code for reply in replies] == [200] * 4
+    assert [is_replay(reply) for reply in replies] == [False, False, False, True]
+
+
 def test_hosts_do_not_share_keys_that_are_made_here():
     """A payment to one shop would get the response of another one."""
 

@@ -21,7 +21,7 @@ from retrysafe.errors import InvalidInput, PolicyInvalid, SecretMissing
 from retrysafe.http import ACCEPT, FieldsKey, Rule, Streaming
 from retrysafe.stores import MemoryStore
 from tests.contrib.conftest import is_replay, made, problem
-from tests.contrib.shops import Till
+from tests.contrib.shops import Till, parameter_of
 
 
 def plugin(store: Any = None, **options: Any) -> RetrysafePlugin:
@@ -311,13 +311,6 @@ def test_without_the_plugin_nothing_runs(is_mounted):
     assert (runs, routed) == ([], [])
 
 
-def test_a_closed_plugin_serves_no_other_application():
-    retrysafe = plugin()
-    asyncio.run(retrysafe.close())
-    with pytest.raises(ValueError, match="shut down"):
-        Litestar([], plugins=[retrysafe])
-
-
 # The OpenAPI document.
 
 
@@ -325,38 +318,6 @@ def test_a_closed_plugin_serves_no_other_application():
 def document(tmp_path):
     app, _ = made("litestar", Till(tmp_path / "shop.db"), MemoryStore())
     return app.openapi_schema.to_schema()
-
-
-def parameter_of(operation):
-    (found,) = (
-        parameter for parameter in operation["parameters"] if parameter["name"] == "Idempotency-Key"
-    )
-    return found
-
-
-def test_the_document_shows_the_key(document):
-    """As a header, required or not; where there is no rule, nothing is shown."""
-    paths = document["paths"]
-    charge = parameter_of(paths["/charges"]["post"])
-    assert (charge["in"], charge["required"]) == ("header", True)
-    assert charge["schema"] == {"type": "string", "minLength": 1}
-    assert parameter_of(paths["/notes"]["post"])["required"] is False
-    for operation in (
-        paths["/plain"]["post"],
-        paths["/open"]["post"],
-        paths["/v1/refunds/{number}"]["get"],
-    ):
-        assert "Idempotency-Key" not in str(operation)
-        assert "409" not in operation["responses"]
-    assert not [path for path in paths if path.startswith("/idempotency")]
-
-
-def test_the_document_shows_the_retention(document):
-    paths = document["paths"]
-    charge, refund = paths["/charges"]["post"], paths["/v1/refunds/{number}"]["post"]
-    assert "for 1 day after" in charge["description"]
-    assert "for 7 days after" in refund["description"]
-    assert "Remembered for 7 days." in parameter_of(refund)["description"]
 
 
 def test_the_document_shows_the_refusals(document):

@@ -403,8 +403,9 @@ def test_the_lifespan_is_enough():
         replies = [httpx.post(f"{url}/one", headers=headers) for _ in range(2)]
         assert [reply.json() for reply in replies] == [{"run": 1}] * 2
         assert httpx.get(f"{url}/idempotency-policy").status_code == 200
-    with pytest.raises(ValueError, match="shut down"):
-        asyncio.run(started(retrysafe, app))
+    with served(app) as url:
+        again = httpx.post(f"{url}/one", headers={"Idempotency-Key": "another"})
+        assert again.json() == {"run": 2}
 
 
 def test_routes_may_be_added_later():

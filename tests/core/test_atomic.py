@@ -21,6 +21,7 @@ from retrysafe.errors import (
     ClaimLost,
     InvalidInput,
     KeyReused,
+    OperationFailed,
     OperationInFlight,
     OutcomeMissing,
     OutcomeUnavailable,
@@ -276,6 +277,9 @@ def test_an_outcome_that_is_no_longer_stored_is_not_run_again():
     transaction = settled_transaction()
     transaction.database.payload = None
     with pytest.raises(OutcomeUnavailable):
+        Made(transaction).enter()
+    transaction.database.record.state = State.FAILED
+    with pytest.raises(OperationFailed, match="its failure is no longer stored"):
         Made(transaction).enter()
 
 

@@ -599,6 +599,17 @@ def test_giving_up_can_lose_the_claim():
 # Outcomes that cannot be shown.
 
 
+def test_a_failure_that_is_no_longer_stored_is_not_told_as_done():
+    """Nobody would pay the invoice again whose payment was declined."""
+    world = World()
+    with pytest.raises(Declined):
+        world.first.answer(call(policy=TERMINAL), world.first.raising(Declined("no funds")))
+    world.store._outcomes.clear()
+    with pytest.raises(OperationFailed, match="failed for good, and its failure is no longer"):
+        world.first.answer(call(policy=TERMINAL))
+    assert world.ran == [1]
+
+
 def test_an_outcome_that_is_no_longer_stored_is_not_run_again():
     world = World()
     world.first.answer(call())

@@ -19,6 +19,7 @@ from retrysafe.errors import (
     AttemptsExhausted,
     ClaimLost,
     KeyReused,
+    OperationFailed,
     OperationInFlight,
     OutcomeNotStored,
     OutcomeUnavailable,
@@ -189,6 +190,20 @@ def test_a_stored_failure_of_the_inner_level_becomes_the_outer_ones():
         process.answer(both(rebuilds_failures=False))
     assert not isinstance(caught.value, Declined)
     assert states(world) == [State.FAILED, State.FAILED]
+
+
+def test_a_failure_that_is_no_longer_stored_is_one_at_every_level():
+    """Stored as done, it would be told as done by a process that knows only the outer key."""
+    world, process = made_world()
+    rival = world.process(INNER_SECRET)
+    with pytest.raises(Declined):
+        rival.answer(asked(INNER_SECRET), rival.raising(Declined("no")))
+    world.store._outcomes.clear()
+    for asking, wanted in ((process, both()), (world.process(OUTER_SECRET), asked(OUTER_SECRET))):
+        with pytest.raises(OperationFailed, match="its failure is no longer stored"):
+            asking.answer(wanted)
+    assert states(world) == [State.FAILED, State.FAILED]
+    assert world.ran == [1]
 
 
 def test_an_outcome_that_is_no_longer_stored_is_done_at_every_level():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from retrysafe.core.events import Reporter
 from retrysafe.core.model import SweepReport
 from retrysafe.core.pace import Pace
 from retrysafe.errors import StoreError, StoreUnavailable
@@ -183,7 +184,7 @@ def test_a_sweep_that_is_to_end_rests_as_well():
     """Whoever drains a backlog beside a service leaves it most of the time too."""
     world = Simulated(expire_per_second=0, row_seconds=5e-6)
     world.backlog = 100_000
-    duty = SweepDuty(world, world)
+    duty = SweepDuty(world, world, Reporter(None))
     run_sync(duty.drain())
     assert duty.report.keys == 100_000
     assert len(world.rests) == world.rounds - 1

@@ -23,6 +23,7 @@ from retrysafe.errors import (
     CommitHookFailed,
     OperationInFlight,
     PolicyInvalid,
+    ResumedRequestRefused,
     SecretMissing,
 )
 
@@ -225,6 +226,12 @@ def test_a_missing_secret_never_ends_an_operation():
     """Another process knows it, and goes on: kept, the failure would be replayed to that one."""
     for policy in (Policy(unlisted=Ending.FAILED), Policy(terminal=(Exception,))):
         assert policy.judge(SecretMissing("not listed here")) is Ending.RELEASED
+
+
+def test_a_refused_resumed_request_never_ends_an_operation():
+    """Its client was let in once: kept, the refusal would be replayed to that one."""
+    for policy in (Policy(unlisted=Ending.FAILED), Policy(terminal=(Exception,))):
+        assert policy.judge(ResumedRequestRefused("answered with 401")) is Ending.RELEASED
 
 
 def test_a_key_brings_its_own_window():

@@ -107,6 +107,8 @@ class Scene:
         self.store = MemoryStore(now_ms=self.clock)
         self.pay = Operation(ending)
         self.heard: list[Event] = []
+        # How many were abandoned at each look.
+        self.looked: list[int] = []
         self.notices = Notices()
         self.pool = options.pop("pool", None) or WorkerPool()
         self.recovery = Recovery(
@@ -114,7 +116,7 @@ class Scene:
             resumers={"pay": self.pay},
             pool=self.pool,
             lock=nullcontext(),
-            report=Reporter(self.heard.append),
+            report=Reporter(self._hear),
             back_off_ms=BACK_OFF_MS,
             patience_seconds=PATIENCE_SECONDS,
             notices=self.notices,
@@ -143,6 +145,12 @@ class Scene:
     def resume(self) -> RecoveryReport:
         drive(self.recovery.resume_all())
         return self.recovery.report
+
+    def _hear(self, event: Event) -> None:
+        if event.kind is EventKind.LOOKED:
+            self.looked.append(event.count)
+        else:
+            self.heard.append(event)
 
     def look(self) -> list[str]:
         drive(self.recovery.report_abandoned())
@@ -424,6 +432,7 @@ def test_the_memory_of_reports_is_bounded(monkeypatch):
         scene.claim(f"order-{number}", "ship")
         scene.wait()
     assert [item.partition(":")[0] for item in scene.look()] == ["order-0", "order-1", "order-2"]
+    assert scene.looked == [3]
     assert len(scene.recovery._reported) == 2
     assert REPORTED_LIMIT > 2 * REPORT_LIMIT
 

@@ -99,6 +99,11 @@ def test_a_first_claim_makes_a_pending_record():
     assert (answer.remaining_ms, answer.lease_ends_at_ms) == (LEASE_MS, NOW + LEASE_MS)
 
 
+def test_a_statement_that_admits_answers_as_the_table_does():
+    """Stores that insert a new key without asking the table give the answer of `claim`."""
+    assert transitions.admitted(request(), NOW) == transitions.claim(None, request(), NOW)[1]
+
+
 def test_a_takeover_counts_the_attempt_and_keeps_birth_and_fingerprint():
     """The record stays comparable to the request that it was made for, under its first rule."""
     old = record(attempt=2, rule=1)

@@ -12,7 +12,7 @@ from retrysafe import Idempotency, Policy
 from retrysafe.dashboard import Dashboard, access
 from retrysafe.dashboard.web import Request
 from retrysafe.errors import InvalidInput
-from retrysafe.stores import Condition, MemoryStore
+from retrysafe.stores import Condition, open_store
 
 TOKEN = "a long enough token"
 KEY = 'invoice "><script>alert(1)</script>'
@@ -20,8 +20,8 @@ FORM = "application/x-www-form-urlencoded"
 
 
 @pytest.fixture
-def store():
-    return MemoryStore()
+def store(tmp_path):
+    return open_store(f"sqlite:///{tmp_path}/keys.db")
 
 
 @pytest.fixture
@@ -132,6 +132,60 @@ def test_an_action_is_asked_about_needs_a_reason_and_is_done(store, idem):
     assert done.status == 303
     assert done.headers["location"].startswith("/ops/key?")
     assert idem.read(KEY).condition is Condition.OUTLIVED
+
+
+def test_all_that_match_are_changed_and_nothing_else(store, idem):
+    """As many as were agreed to, by the filters that were shown, with the reason kept."""
+    dashboard = Dashboard(store, token=TOKEN, authorize=lambda raw: "ann")
+    for number in range(3):
+        idem.run(f"order {number}", charge, "x")
+    cookie = signed_in(dashboard)
+    form = {"key": "order", "command": "expire", "mark": mark_of(dashboard, cookie)}
+    asked = post(dashboard, "/keys", form, cookie=cookie)
+    assert b"Expire 3 keys" in asked.body
+    idem.run("order 3", charge, "x")
+    agreed = form | {"count": "3", "is_confirmed": "1", "reason": "wrong prices"}
+    assert post(dashboard, "/keys", agreed, cookie=cookie).status == 303
+    conditions = [idem.read(f"order {number}").condition for number in range(4)]
+    assert conditions.count(Condition.OUTLIVED) == 3
+    assert idem.read(KEY).condition is Condition.SUCCEEDED
+    done = next(n for n in range(4) if conditions[n] is Condition.OUTLIVED)
+    where = urlencode({"key": f"order {done}", "caller": "<b>acme</b>"})
+    page = get(dashboard, "/key", where, cookie=cookie).body.decode()
+    assert "expire by ann" in page
+    assert "wrong prices" in page
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"command": "expire"},
+        {"command": "force release", "key": "inv"},
+        {"command": "expire", "key": "nothing starts so"},
+        {"command": "expire", "key": "inv", "is_confirmed": "1", "reason": "x", "count": "-1"},
+        {"command": "expire", "key": "inv", "is_confirmed": "1", "count": "1"},
+    ],
+)
+def test_what_is_not_agreed_to_changes_nothing(store, idem, form):
+    dashboard = Dashboard(store, token=TOKEN)
+    response = post(dashboard, "/keys", form, authorization=f"Bearer {TOKEN}")
+    assert response.status == 400
+    assert idem.read(KEY).condition is Condition.SUCCEEDED
+
+
+def test_pages_go_on_and_filters_combine(store, idem):
+    dashboard = Dashboard(store, is_open_on_loopback=True)
+    for number in range(120):
+        idem.run(f"order {number}", charge, "x")
+    seen, query = [], "key=order&condition=succeeded"
+    while query:
+        page = get(dashboard, "/keys", query, host="localhost").body.decode()
+        seen += re.findall(r">(order \d+)<", page)
+        found = re.search(r'href="/ops/keys\?([^"]+after=[^"]+)"', page)
+        query = found[1].replace("&amp;", "&") if found else ""
+    assert sorted(seen) == sorted(f"order {number}" for number in range(120))
+    for query in ("key=order&operation=other", "key=order&minutes=5", "key=order&caller=other"):
+        assert b"No key matches" in get(dashboard, "/keys", query, host="localhost").body
 
 
 def test_a_script_acts_with_a_bearer_token_alone(store, idem):
@@ -263,6 +317,11 @@ def test_bodies_are_hidden_unless_asked_for_and_fields_can_be_redacted(store, id
         ("/keys", "key=" + "x" * 100_000, 200),
         ("/keys", "&".join("a=1" for _ in range(1_000)), 400),
         ("/keys", "key=%ff", 400),
+        ("/keys", "after=1-zz", 400),
+        ("/keys", "after=99999999999999999999999999-00", 400),
+        ("/keys", "after=1-00", 400),
+        ("/keys", "minutes=-1", 400),
+        ("/keys", "minutes=%D9%A3", 400),
         ("/key", "", 400),
         ("/key", "key=%00", 400),
         ("/key", "key=unknown", 404),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from retrysafe.core.atomic.block import AtomicBlock
 from retrysafe.core.atomic.run import AtomicRunner, _AtomicRun
 from retrysafe.stores.sqlite.atomic import SqliteTransaction
+from tests.core import test_atomic_runner as runner
 from tests.guards import test_atomic_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode
@@ -26,7 +27,7 @@ ATOMIC_GUARDS: tuple[Guard, ...] = (
         "an answer that freed the key is not shared as an outcome",
         "callers are replayed a run of which nothing is left",
         (InCode(AtomicRunner.lead, "and run.ending is not Ending.RELEASED", ""),),
-        properties.test_an_answer_that_freed_the_key_is_nobody_elses_outcome,
+        runner.test_an_answer_that_freed_the_key_is_not_for_those_who_came_meanwhile,
     ),
     Guard(
         "SQLite's write lock is that of the file that the path leads to",

@@ -36,6 +36,7 @@ from tests.guards.lease_guards import LEASE_GUARDS
 from tests.guards.mutation import InCode, InEntry, InStatement
 from tests.guards.outbox_guards import OUTBOX_GUARDS
 from tests.guards.recovery_guards import RECOVERY_GUARDS
+from tests.guards.resumption_guards import RESUMPTION_GUARDS
 from tests.guards.secret_guards import SECRET_GUARDS
 from tests.guards.signal_guards import SIGNAL_GUARDS
 from tests.guards.step_guards import STEP_GUARDS
@@ -340,7 +341,7 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Settler.settle,
-                "answer = await self._writer.settle(settlement)",
+                "answer = await self._write(call, settlement, attempt, value)",
                 "self._background.finish("
                 "self._settle_orphan(call, lease, settlement, attempt), str); "
                 "answer = SettleAnswer(Decision.APPLY)",
@@ -476,11 +477,11 @@ GUARDS: tuple[Guard, ...] = (
         "SQLite reads the clock under the write lock",
         "a lease is granted that ended while its claim waited, or a live one is taken over",
         (
+            InCode(sqlite_store.SqliteStore._apply, "= self._now_ms()", "= self._early_ms"),
             InCode(
-                sqlite_store.SqliteStore._commit,
-                "now_ms = self._now_ms()",
-                "pass",
-                also=("    def apply(", "    now_ms = self._now_ms()\n    def apply("),
+                sqlite_store.SqliteStore.commit,
+                "answers = self._write(",
+                "self._early_ms = self._now_ms(); answers = self._write(",
             ),
         ),
         properties.test_sqlite_reads_the_clock_under_the_write_lock,
@@ -544,6 +545,7 @@ GUARDS: tuple[Guard, ...] = (
     *SIGNAL_GUARDS,
     *OUTBOX_GUARDS,
     *RECOVERY_GUARDS,
+    *RESUMPTION_GUARDS,
     *FAILOVER_GUARDS,
     *LEASE_GUARDS,
     *HTTP_GUARDS,

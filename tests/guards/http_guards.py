@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from retrysafe.contrib.starlette import Retrysafe
 from retrysafe.core.policy import Policy
 from retrysafe.http import bodies, callers
 from retrysafe.http.asgi import IdempotencyMiddleware
@@ -11,6 +12,7 @@ from retrysafe.http.routes import RouteTable
 from retrysafe.http.rules import StatusRule
 from retrysafe.http.unprotected import UnprotectedRuns
 from retrysafe.http.wsgi import WSGIIdempotencyMiddleware
+from tests.contrib import test_places
 from tests.guards import test_http_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode
@@ -171,5 +173,11 @@ HTTP_GUARDS: tuple[Guard, ...] = (
             ),
         ),
         properties.test_a_claim_that_gives_way_is_released,
+    ),
+    Guard(
+        "an endpoint of Starlette is served by the route that the request came by",
+        "the method of a second route runs unprotected, once for every retry",
+        (InCode(Retrysafe._served_by, "if _leads_to(served.endpoint, scope)", ""),),
+        test_places.test_every_route_of_an_endpoint_has_natural_keys_of_its_own,
     ),
 )

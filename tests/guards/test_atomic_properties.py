@@ -17,7 +17,7 @@ from retrysafe.errors import StoreMissing
 from retrysafe.runtime.calls import calls_of
 from tests.core.building import OTHER_MARK, call
 from tests.core.test_atomic import Made, settled_transaction
-from tests.core.test_atomic_runner import PausingDesk, judged, seven
+from tests.core.test_atomic_runner import judged
 from tests.core.transacting import FakeTransaction
 
 
@@ -81,21 +81,6 @@ def test_a_deleted_file_grants_no_claim_in_a_transaction():
         connection.set_trace_callback(delete)
         with pytest.raises(StoreMissing), made.idem.atomic(connection, "order-1"):
             pass
-
-
-def test_an_answer_that_freed_the_key_is_nobody_elses_outcome():
-    """Who came meanwhile, and did not ask to wait, runs for itself."""
-    desk = PausingDesk()
-    leader = desk.start(seven, judged(Ending.RELEASED))
-
-    async def eight(attempt):
-        return 8
-
-    follower = desk.start(eight)
-    leader.step()
-    while not follower.is_done:
-        follower.step()
-    assert (follower.value.value, follower.value.replayed) == (8, False)
 
 
 def test_another_request_in_a_transaction_is_refused():

@@ -311,15 +311,12 @@ def test_sqs_deletes_nothing_whose_dead_letter_is_not_safe():
 
 
 class Receipt:
-    """Takes acks of JetStream and of AMQP."""
+    """Takes acks of AMQP."""
 
     headers = body = message_id = None
 
     def __init__(self):
         self.acks = []
-
-    async def term(self):
-        self.acks.append("term")
 
     async def ack(self):
         self.acks.append("ack")
@@ -336,12 +333,19 @@ def test_jetstream_ends_nothing_whose_dead_letter_is_not_safe():
     async def flush(_):
         return None
 
+    async def publish(*answer):
+        answers.append(answer)
+
+    answers = []
     broker = JetStream("nats://h", "S", "d")
-    broker._connection = SimpleNamespace(is_connected=True, flush=flush)
+    broker._connection = SimpleNamespace(
+        is_connected=True, is_closed=False, flush=flush, publish=publish
+    )
+    broker._reopening = asyncio.Lock()
     broker._bury = refused
-    receipt = Receipt()
-    assert asyncio.run(broker.settle([(Message(b"x", receipt=receipt), DEAD)]))
-    assert receipt.acks == []
+    item = Message(b"x", receipt=SimpleNamespace(reply="reply"))
+    assert asyncio.run(broker.settle([(item, DEAD)])) == [item]
+    assert answers == []
 
 
 def test_kafka_commits_nothing_whose_dead_letter_is_not_safe():

@@ -127,7 +127,9 @@ def test_arguments_over_the_limit_are_refused():
 def test_a_new_life_has_no_old_arguments():
     """What another request was called with must never be run for this one."""
     with durable_desk() as made:
-        made.idem.run("order", made.pay, "old")
+        made.endings.append(ConnectionError("down"))
+        with pytest.raises(ConnectionError):
+            made.idem.run("order", made.pay, "old")
         made.clock.advance(timedelta(days=2))
         with pytest.raises(Stop):
             made.idem.run("order", _dying, name="other", request="new")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -259,3 +260,19 @@ class WsgiSubject:
 
 def new_store() -> MemoryStore:
     return MemoryStore()
+
+
+class SlowWSGI:
+    """A WSGI application whose runs end when a test says so."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.began = threading.Event()
+        self.may_end = threading.Event()
+
+    def __call__(self, environ, start_response):
+        self.runs += 1
+        self.began.set()
+        assert self.may_end.wait(30)
+        start_response("201 Created", [("Content-Type", "application/json")])
+        return [b"{}"]

@@ -348,19 +348,25 @@ def test_the_policy_page_says_what_a_crash_means(make_orders):
 # Rivals in one process.
 
 
+async def entered(orders):
+    """A request that is in the application, and what lets it go on."""
+    inside, leave = asyncio.Event(), asyncio.Event()
+
+    async def pause():
+        inside.set()
+        await leave.wait()
+
+    orders.pause = pause
+    first = asyncio.create_task(ask(orders.app, "POST", "/orders"))
+    await inside.wait()
+    return first, leave
+
+
 def test_duplicates_of_a_running_request_wait_or_are_refused(path):
     """In one loop: 409 at once, 422 for another request, the response itself for those who wait."""
 
     async def scenario(orders):
-        entered, leave = asyncio.Event(), asyncio.Event()
-
-        async def pause():
-            entered.set()
-            await leave.wait()
-
-        orders.pause = pause
-        first = asyncio.create_task(ask(orders.app, "POST", "/orders"))
-        await entered.wait()
+        first, leave = await entered(orders)
         refused = await ask(orders.app, "POST", "/orders")
         other = await ask(orders.app, "POST", "/orders", body=b"{}")
         waiting = [
@@ -413,15 +419,7 @@ def test_a_client_that_leaves_does_not_undo_its_request(path):
     """A run whose connection is cut goes on to its commit; the retry gets its response."""
 
     async def scenario(orders):
-        entered, leave = asyncio.Event(), asyncio.Event()
-
-        async def pause():
-            entered.set()
-            await leave.wait()
-
-        orders.pause = pause
-        first = asyncio.create_task(ask(orders.app, "POST", "/orders"))
-        await entered.wait()
+        first, leave = await entered(orders)
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first

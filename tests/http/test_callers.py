@@ -232,6 +232,14 @@ def test_a_credential_is_never_shown():
     assert "3" not in str(caught.value)
 
 
+def test_a_credential_that_is_given_as_the_scheme_is_neither_stored_nor_shown():
+    """Swapped with its scheme it would be a part of the caller, in clear."""
+    for token in ("0123456789abcdef01234567", "sk_live_0123456789abcdefg", "4711"):
+        with pytest.raises(InvalidInput, match="in this order") as caught:
+            Credential(token, "session")
+        assert token not in str(caught.value)
+
+
 @pytest.mark.parametrize(("scheme", "value"), [("", b"v"), ("a b", b"v"), ("A", b"v"), ("a", b"")])
 def test_a_credential_has_a_scheme_and_a_value(scheme, value):
     with pytest.raises(InvalidInput, match="credential"):

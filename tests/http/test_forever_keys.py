@@ -61,6 +61,27 @@ def test_a_request_is_carried_out_once(make_subject, clock, tmp_path):
     assert len(subject.shop.runs) == 1
 
 
+def test_a_declined_payment_is_never_told_as_done(make_subject, clock, tmp_path):
+    """Its client would take the invoice for paid."""
+    store = SqliteStore(tmp_path / "keys.db", now_ms=clock)
+    rule = Rule(path="/charges", key=FieldsKey("/invoice", window=FOREVER), nothing_happened=(402,))
+    subject = make_subject(store, rules=[rule], face={"cache": False})
+    declined, corrected = (b'{"invoice": 42, "card": %d}' % number for number in (1, 2))
+    subject.shop.status = 402
+    assert subject.ask(key=None, body=declined).status == 402
+    clock.advance(40 * DAY)
+    with Idempotency(store, caller="operator") as operator:
+        while operator.sweep().has_more:
+            pass
+    clock.advance(4 * DAY)
+    reply = subject.ask(key=None, body=declined)
+    assert (reply.status, reply.json["code"]) == (500, "idempotency_operation_failed")
+    assert reply.json["retryable"] is False
+    subject.shop.status = 201
+    assert subject.ask(key=None, body=corrected).status == 201
+    assert len(subject.shop.runs) == 2
+
+
 def test_a_window_that_was_stated_ends(clock, tmp_path):
     store = SqliteStore(tmp_path / "keys.db", now_ms=clock)
     with Idempotency(store, caller="tester", cache=False) as idem:

@@ -21,25 +21,17 @@ from retrysafe.http import IdempotencyMiddleware, WSGIIdempotencyMiddleware, bea
 from retrysafe.runtime.calls import calls_of
 from retrysafe.stores import MemoryStore
 from retrysafe.testing import ManualClock
-from tests.http.driving import BODY, Connection, ask, ask_wsgi, headers_of, http_scope
+from tests.http.driving import (
+    BODY,
+    Connection,
+    SlowWSGI,
+    ask,
+    ask_wsgi,
+    headers_of,
+    http_scope,
+)
 
 HEADERS = {"authorization": "Bearer alice", "content-type": "application/json"}
-
-
-class Slow:
-    """An application whose one run ends when it is told to."""
-
-    def __init__(self) -> None:
-        self.runs = 0
-        self.began = threading.Event()
-        self.may_end = threading.Event()
-
-    def __call__(self, environ, start_response):
-        self.runs += 1
-        self.began.set()
-        assert self.may_end.wait(30)
-        start_response("201 Created", [("Content-Type", "application/json")])
-        return [b"{}"]
 
 
 class Elsewhere:
@@ -48,7 +40,7 @@ class Elsewhere:
     def __init__(self, seconds: float, **options) -> None:
         self.clock = ManualClock()
         self.store = MemoryStore(now_ms=self.clock)
-        self.slow = Slow()
+        self.slow = SlowWSGI()
         self._seconds = seconds
         self.waited_seconds = 0.0
         owner = WSGIIdempotencyMiddleware(self.slow, Idempotency(self.store), caller=bearer_token)

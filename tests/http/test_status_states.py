@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe import AsyncIdempotency, Idempotency
+from retrysafe import AsyncIdempotency, Idempotency, Policy
 from retrysafe.http.problems import ProblemContext
 from retrysafe.http.status_page import status_response
 from retrysafe.runtime.calls import calls_of
@@ -60,6 +60,15 @@ def test_an_outcome_that_was_cleaned_away_is_not_made_up():
     idem.run("k", lambda: 1, request=None)
     idem._calls.store._outcomes.clear()
     assert status_of(idem).problem == "outcome-unavailable"
+    idem.close()
+
+
+def test_a_failure_that_was_cleaned_away_is_not_told_as_done():
+    idem = Idempotency(MemoryStore(), caller="a", policy=Policy(terminal=ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):
+        idem.run("k", divmod, 1, 0)
+    idem._calls.store._outcomes.clear()
+    assert status_of(idem).problem == "operation-failed"
     idem.close()
 
 

@@ -16,6 +16,18 @@ from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import Probe, key_of
 
 
+def wait_for_a_waiter(connection):
+    """Returns when somebody waits for the lock that migrations take."""
+    for _ in range(6000):
+        is_waiting, _ = connection.execute(
+            "SELECT EXISTS (SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted)"
+            ", pg_sleep(0.01)"
+        ).fetchone()
+        if is_waiting:
+            return
+    raise TimeoutError
+
+
 class TurnedStore(PostgresStore):
     """The store with a test's clock where its statements ask for the server's."""
 

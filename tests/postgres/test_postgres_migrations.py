@@ -18,6 +18,7 @@ from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import schema
 from retrysafe.testing.suite.probe import KEY, RESULT, request
 from tests.docs.documents import ROOT, blocks
+from tests.postgres.conftest import wait_for_a_waiter
 from tests.servers.postgres import beyond_fsync
 
 STARTERS = 10
@@ -177,15 +178,7 @@ def test_a_snapshot_taken_before_the_lock_is_not_believed(postgres_url, store, c
         assert process.stdout.readline() == "ready\n"
         process.stdin.write("go\n")
         process.stdin.flush()
-        is_waiting = False
-        for _ in range(LIMIT_SECONDS * 100):
-            is_waiting, _ = connection.execute(
-                "SELECT EXISTS (SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted)"
-                ", pg_sleep(0.01)"
-            ).fetchone()
-            if is_waiting:
-                break
-        assert is_waiting
+        wait_for_a_waiter(connection)
         rival.execute(schema.migration_script(1, name_in(postgres_url)))
         rival.commit()
     out, errors = process.communicate(timeout=LIMIT_SECONDS)

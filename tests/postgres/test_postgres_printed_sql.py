@@ -12,6 +12,7 @@ from retrysafe.cli.app import app
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import schema
+from tests.postgres.conftest import wait_for_a_waiter
 
 LIMIT_SECONDS = 60
 VERSIONS = [migration.version for migration in schema.MIGRATIONS]
@@ -173,15 +174,7 @@ def test_two_that_run_at_once_apply_it_once(printed, psql, postgres_url, connect
         waiting.stdin.write(printed)
         waiting.stdin.close()
         waiting.stdin = None
-        is_waiting = False
-        for _ in range(LIMIT_SECONDS * 100):
-            is_waiting, _ = connection.execute(
-                "SELECT EXISTS (SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted)"
-                ", pg_sleep(0.01)"
-            ).fetchone()
-            if is_waiting:
-                break
-        assert is_waiting
+        wait_for_a_waiter(connection)
     _, errors = waiting.communicate(timeout=LIMIT_SECONDS)
     assert waiting.returncode == 0, errors
     assert left_alone(errors) == [1]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.processes import downstream
 from tests.processes.children import Child
 from tests.servers.postgres import PostgresServer
 
@@ -22,6 +23,16 @@ def start() -> Iterator[Callable[..., Child]]:
     yield start_child
     for child in children:
         child.end()
+
+
+@pytest.fixture
+def ports(start) -> Iterator[dict[str, int]]:
+    """The services of a checkout, each a process of its own, by their ports."""
+    services = {name: start(downstream.serve, name) for name in downstream.SERVICES}
+    yield {name: service.receive() for name, service in services.items()}
+    for service in services.values():
+        service.send("stop")
+        service.result()
 
 
 @pytest.fixture
@@ -50,8 +61,5 @@ def mortal_server():
 
     Nothing but a commit makes it write its log down, so that a crash forgets what is uncommitted.
     """
-    server = PostgresServer(settings={"wal_writer_delay": "10s"})
-    try:
-        yield server.start()
-    finally:
-        server.remove()
+    with PostgresServer(settings={"wal_writer_delay": "10s"}) as server:
+        yield server

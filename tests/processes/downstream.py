@@ -13,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 KEY_HEADER = "Idempotency-Key"
+# What a checkout asks for, in order.
+SERVICES = ("reserve", "charge", "receipt")
 
 
 def serve(pipe: Any, name: str) -> None:

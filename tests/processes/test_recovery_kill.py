@@ -21,9 +21,9 @@ from retrysafe.stores import Condition
 from retrysafe.workers import WorkerPolicy
 from tests.processes import downstream
 from tests.processes.boundaries import Boundaries, MortalPostgresStore, MortalStore
+from tests.processes.downstream import SERVICES
 from tests.processes.ledger import noted
 
-SERVICES = ("reserve", "charge", "receipt")
 SECRET = b"the secret of this test"
 # Owners must not lose their claims on a busy machine, and all of them are waited for at once.
 POLICY = Policy(lease=timedelta(seconds=2))
@@ -120,16 +120,6 @@ def _work_until_told(pipe, url: str) -> dict[str, int]:
             pipe.recv()
         report = worker.reports["recovery"]
         return {"resumed": report.resumed, "failed": report.failed}
-
-
-@pytest.fixture
-def ports(start):
-    """The three services, each a process of its own."""
-    services = {name: start(downstream.serve, name) for name in SERVICES}
-    yield {name: service.receive() for name, service in services.items()}
-    for service in services.values():
-        service.send("stop")
-        service.result()
 
 
 def _deaths(log: str, run) -> list[str]:

@@ -108,7 +108,7 @@ def test_a_worker_alone_finishes_what_a_killed_server_has_accepted(tmp_path, url
         worker = shop.work()
         wait_for(reader, Condition.SUCCEEDED)
         stored = reader.read(Key("k-1", caller="acme"))
-        assert stored.outcomes
+        assert stored.arguments is None
         report = json.loads(ended(worker, signal.SIGTERM))["recovery"]
         assert (report["resumed"], report["failed"]) == (1, 0)
         shop.serve()

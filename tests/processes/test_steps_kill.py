@@ -24,9 +24,9 @@ from retrysafe.core.keys.key import Key
 from retrysafe.core.model import State
 from tests.processes import downstream
 from tests.processes.boundaries import Boundaries, MortalPostgresStore, MortalStore
+from tests.processes.downstream import SERVICES
 from tests.processes.ledger import noted
 
-SERVICES = ("reserve", "charge", "receipt")
 SECRET = b"the secret of this test"
 # A live owner is renewed; a dead one has lost its lease by the time that all owners have died.
 POLICY = Policy(
@@ -113,16 +113,6 @@ def _own(
 async def _own_async(store, options, operation, ports, boundaries) -> None:
     async with AsyncIdempotency(store, **options) as idem:
         await idem.run("order", operation, ports, boundaries.cross, name="checkout", request=None)
-
-
-@pytest.fixture
-def ports(start):
-    """The three services, each a process of its own."""
-    services = {name: start(downstream.serve, name) for name in SERVICES}
-    yield {name: service.receive() for name, service in services.items()}
-    for service in services.values():
-        service.send("stop")
-        service.result()
 
 
 @pytest.mark.parametrize("face", ["blocking", "async"])

@@ -12,8 +12,24 @@ from retrysafe.stores.sqlite import file
 from tests.runtime.objects import AsyncSubject, BlockingSubject, Subject
 
 
+@pytest.fixture
+def own_threads() -> Callable[[], list[str]]:
+    """The threads of retrysafe that run since this test began, by their names.
+
+    Others are not the test's: the one for large bodies stays with the process, and an attack on
+    loops that end without `close` leaves workers for a while.
+    """
+    before = set(threading.enumerate())
+
+    def started() -> list[str]:
+        threads = set(threading.enumerate()) - before
+        return [item.name for item in threads if item.name.startswith("retrysafe")]
+
+    return started
+
+
 @pytest.fixture(autouse=True)
-def _no_leaks(monkeypatch) -> Iterator[None]:
+def _no_leaks(monkeypatch, own_threads) -> Iterator[None]:
     """After each test no thread of retrysafe runs and no connection is open."""
     connections: list[sqlite3.Connection] = []
     connect = file.connect
@@ -24,12 +40,8 @@ def _no_leaks(monkeypatch) -> Iterator[None]:
         return connection
 
     monkeypatch.setattr(file, "connect", connect_and_note)
-    before = set(threading.enumerate())
     yield
-    # Those of this test: an attack on loops that end without `close` leaves workers for a while.
-    started = set(threading.enumerate()) - before
-    threads = [item.name for item in started if item.name.startswith("retrysafe")]
-    assert not threads, f"threads left behind: {threads}"
+    assert not own_threads(), f"threads left behind: {own_threads()}"
     assert not [item for item in connections if _is_open(item)], "connections left behind"
 
 

@@ -56,6 +56,14 @@ class Scene:
     def start(self, name: str, hold: TaskHold | None = None, policy=None) -> asyncio.Task:
         return asyncio.create_task(self.answer(name, hold, policy))
 
+    async def start_until(self, rows: str) -> tuple[asyncio.Task, TaskHold]:
+        """A run that has its claims, or its settlements, on their way; they wait for the hold."""
+        hold = TaskHold()
+        self.store.before = lambda commit: hold() if getattr(commit, rows) else None
+        task = self.start("first")
+        await hold.reached()
+        return task, hold
+
     async def answer(self, name: str, hold: TaskHold | None = None, policy=None):
         return await self.idem.answer(
             KEY, self.operation(name, hold), name="", request="r", policy=policy
@@ -77,10 +85,7 @@ def test_cancelled_while_the_claim_is_under_way():
     async def main() -> None:
         scene = Scene()
         async with scene.idem:
-            hold = TaskHold()
-            scene.store.before = lambda commit: hold() if commit.claims else None
-            task = scene.start("first")
-            await hold.reached()
+            task, hold = await scene.start_until("claims")
             await _cancel(task)
             hold.open()
             await turns()
@@ -128,10 +133,7 @@ def test_cancelled_while_the_outcome_is_being_stored():
     async def main() -> None:
         scene = Scene()
         async with scene.idem:
-            hold = TaskHold()
-            scene.store.before = lambda commit: hold() if commit.settlements else None
-            task = scene.start("first")
-            await hold.reached()
+            task, hold = await scene.start_until("settlements")
             await _cancel(task)
             assert await scene.condition() is Condition.RUNNING
             hold.open()
@@ -202,10 +204,7 @@ def test_caller_that_is_cancelled_twice_still_leaves_its_outcome():
     async def main() -> None:
         scene = Scene()
         async with scene.idem:
-            hold = TaskHold()
-            scene.store.before = lambda commit: hold() if commit.settlements else None
-            task = scene.start("first")
-            await hold.reached()
+            task, hold = await scene.start_until("settlements")
             task.cancel()
             task.cancel()
             assert isinstance(await raised(task), asyncio.CancelledError)

@@ -116,14 +116,20 @@ def test_store_object_stays_its_owners(tmp_path):
 # The same for tasks.
 
 
+async def running(idem):
+    """A run that is in its operation, and what holds it there."""
+    hold = TaskHold()
+    runner = asyncio.create_task(idem.run(KEY, hold, request=None))
+    await hold.reached()
+    return runner, hold
+
+
 def test_async_close_waits_for_running_operations(url):
     """The operation ends, its outcome is stored, then close() returns True."""
 
     async def main() -> None:
         idem = AsyncIdempotency(url)
-        hold = TaskHold()
-        runner = asyncio.create_task(idem.run(KEY, hold, request=None))
-        await hold.reached()
+        runner, hold = await running(idem)
         closer = asyncio.create_task(idem.close())
         await turns()
         assert not closer.done()
@@ -144,9 +150,7 @@ def test_async_close_gives_up_after_its_limit(waits):
 
     async def main() -> None:
         idem = AsyncIdempotency(store)
-        hold = TaskHold()
-        runner = asyncio.create_task(idem.run(KEY, hold, request=None))
-        await hold.reached()
+        runner, hold = await running(idem)
         assert await idem.close(BRIEFLY) is False
         hold.open()
         await runner
@@ -161,9 +165,7 @@ def test_async_operation_that_outlives_close_still_stores_its_outcome_in_sqlite(
 
     async def main() -> None:
         idem = AsyncIdempotency(url)
-        hold = TaskHold()
-        runner = asyncio.create_task(idem.run(KEY, hold, request=None))
-        await hold.reached()
+        runner, hold = await running(idem)
         assert await idem.close(BRIEFLY) is False
         hold.open()
         await runner

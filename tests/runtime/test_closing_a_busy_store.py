@@ -47,7 +47,9 @@ def locked(tmp_path):
         assert not connection.in_transaction
 
 
-def test_close_keeps_its_limit_while_a_renewal_waits_for_a_locked_file(url, locked, renewing):
+def test_close_keeps_its_limit_while_a_renewal_waits_for_a_locked_file(
+    url, locked, renewing, own_threads
+):
     """Neither the heartbeat nor the store is waited for longer; the outcome is stored after it."""
     idem = Idempotency(url, policy=OFTEN)
     hold = Hold()
@@ -63,12 +65,14 @@ def test_close_keeps_its_limit_while_a_renewal_waits_for_a_locked_file(url, lock
     hold.open()
     assert runner.ended() is None
     assert idem.close() is True
-    until(_nobody_is_ending)
+    until(lambda: not own_threads())
     with Idempotency(url) as other:
         assert other.read(KEY).condition is Condition.SUCCEEDED
 
 
-def test_async_close_keeps_its_limit_while_a_renewal_waits_for_a_locked_file(url, locked, renewing):
+def test_async_close_keeps_its_limit_while_a_renewal_waits_for_a_locked_file(
+    url, locked, renewing, own_threads
+):
     """The same in an event loop, which is not stopped meanwhile."""
 
     async def main() -> None:
@@ -88,18 +92,12 @@ def test_async_close_keeps_its_limit_while_a_renewal_waits_for_a_locked_file(url
         assert await idem.close() is True
 
     drive(main())
-    until(_nobody_is_ending)
+    until(lambda: not own_threads())
     with Idempotency(url) as other:
         assert other.read(KEY).condition is Condition.SUCCEEDED
 
 
-def _nobody_is_ending() -> bool:
-    # Not those for large bodies: all objects of a process share them, and they stay.
-    names = ("retrysafe-ending", "retrysafe-heartbeat", "retrysafe-store")
-    return not [item for item in threading.enumerate() if item.name.startswith(names)]
-
-
-def test_close_keeps_its_limit_while_an_operator_waits_for_a_locked_file(url, locked):
+def test_close_keeps_its_limit_while_an_operator_waits_for_a_locked_file(url, locked, own_threads):
     """Nothing runs and nothing is renewed: still a sweep may be inside the store."""
     idem = Idempotency(url)
     idem.run(KEY, lambda: 1, request=None)
@@ -113,7 +111,7 @@ def test_close_keeps_its_limit_while_an_operator_waits_for_a_locked_file(url, lo
     locked.execute("ROLLBACK")
     assert "the operation succeeded" in str(sweeper.ended())
     assert idem.close() is True
-    until(_nobody_is_ending)
+    until(lambda: not own_threads())
 
 
 def test_async_close_keeps_its_limit_while_a_commit_hangs():
@@ -147,7 +145,7 @@ def test_async_close_keeps_its_limit_while_a_store_does_not_close():
 
     async def main() -> None:
         idem = AsyncIdempotency(store)
-        idem._calls._owns_store = True
+        idem._calls.owns_store = True
         hold = TaskHold()
         store.close = hold
         began = time.monotonic()
@@ -210,7 +208,7 @@ def test_what_ends_in_time_tells_what_it_raised(end):
 
 
 @ENDINGS
-def test_what_fails_after_the_limit_is_told_to_the_log(end, caplog):
+def test_what_fails_after_the_limit_is_told_to_the_log(end, caplog, own_threads):
     """Nobody waits for it any more, and nobody else would hear of it."""
     hold = Hold()
 
@@ -221,7 +219,7 @@ def test_what_fails_after_the_limit_is_told_to_the_log(end, caplog):
     with caplog.at_level(logging.ERROR, "retrysafe"):
         end(work, timedelta(0))
         hold.open()
-        until(_nobody_is_ending)
+        until(lambda: not own_threads())
     assert [record.getMessage() for record in caplog.records] == ["closing failed after its limit"]
 
 

@@ -36,9 +36,9 @@ WAIT = Policy(in_flight=InFlight.WAIT, wait_limit=timedelta(seconds=PATIENCE_SEC
 DUPLICATES = 1000
 
 
-def _followers(face) -> int:
+def _followers(idem) -> int:
     """How many callers wait for the flight of the key."""
-    engine = face._calls._engine if isinstance(face, Idempotency) else face._calls._bound.engine
+    engine = idem._calls._engine if isinstance(idem, Idempotency) else idem._calls._bound.engine
     flight = engine._flights._by_digest.get(KEY.digest)
     return 0 if flight is None or flight.waiters is None else len(flight.waiters)
 
@@ -47,13 +47,24 @@ def _run(idem, operation, *, policy=None, request="r"):
     return idem.answer(KEY, operation, name="", request=request, policy=policy)
 
 
+def _running(idem, **options):
+    """The thread of a first run that is in its operation, and what holds it there."""
+    hold = Hold()
+
+    def operation() -> str:
+        hold()
+        return "first"
+
+    first = Worker(_run, idem, operation, **options)
+    hold.reached()
+    return first, hold
+
+
 def test_failing_duplicate_costs_no_store_call():
     """A thread that wants a running key is refused at once, with the rest of the lease."""
     store = StagedStore()
     with Idempotency(store) as idem:
-        hold = Hold()
-        first = Worker(_run, idem, hold)
-        hold.reached()
+        first, hold = _running(idem)
         calls = store.calls_count
         for _ in range(3):
             with pytest.raises(OperationInFlight) as caught:
@@ -70,14 +81,7 @@ def test_waiting_duplicate_costs_no_store_call():
     """A thread that waits for a running key gets the outcome from the thread that runs it."""
     store = StagedStore()
     with Idempotency(store, cache=False) as idem:
-        hold = Hold()
-
-        def operation() -> str:
-            hold()
-            return "first"
-
-        first = Worker(_run, idem, operation)
-        hold.reached()
+        first, hold = _running(idem)
         second = Worker(_run, idem, lambda: "second", policy=WAIT)
         until(lambda: _followers(idem) == 1)
         hold.open()
@@ -90,9 +94,7 @@ def test_wait_that_runs_out_is_in_flight():
     """After its limit a waiting duplicate is told that the first run has not ended."""
     store = StagedStore()
     with Idempotency(store) as idem:
-        hold = Hold()
-        first = Worker(_run, idem, hold)
-        hold.reached()
+        first, hold = _running(idem)
         calls = store.calls_count
         with pytest.raises(OperationInFlight):
             brief = WAIT.with_changes(wait_limit=timedelta(milliseconds=20))
@@ -106,14 +108,7 @@ def test_thousand_waiting_threads_cost_two_commits():
     """One claim and one completion, whatever the number of duplicates."""
     store = StagedStore()
     with Idempotency(store) as idem:
-        hold = Hold()
-
-        def operation() -> str:
-            hold()
-            return "first"
-
-        first = Worker(_run, idem, operation, policy=WAIT)
-        hold.reached()
+        first, hold = _running(idem, policy=WAIT)
         others = [Worker(_run, idem, lambda: "other", policy=WAIT) for _ in range(DUPLICATES - 1)]
         until(lambda: _followers(idem) == DUPLICATES - 1)
         hold.open()
@@ -194,9 +189,7 @@ def test_different_request_is_refused_while_the_first_runs():
     """The mismatch is found in the process, and neither waits nor asks the store."""
     store = StagedStore()
     with Idempotency(store) as idem:
-        hold = Hold()
-        first = Worker(_run, idem, hold)
-        hold.reached()
+        first, hold = _running(idem)
         calls = store.calls_count
         for policy in (FAIL, WAIT):
             with pytest.raises(KeyReused):

@@ -349,6 +349,14 @@ def test_once_refuses_unknown_parameters(subject, ledger, options):
         face.once(_pay(ledger), **options)
 
 
+@pytest.mark.parametrize("key", [["invoice"], {"invoice"}, (), ("invoice", 5), 5, None])
+def test_once_refuses_what_makes_no_key(subject, ledger, key):
+    """At its first call it would only say that a list cannot be called."""
+    face = subject(MemoryStore(), caller="tester")
+    with pytest.raises(KeyInvalid, match=r"a tuple of names as in key=\('invoice_id',\)"):
+        face.once(_pay(ledger), key=key)
+
+
 def test_once_refuses_a_text_as_ignore(subject, ledger):
     """ignore="note" would mean four parameters of one letter."""
     face = subject(MemoryStore(), caller="tester")

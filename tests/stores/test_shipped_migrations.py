@@ -21,6 +21,8 @@ SHIPPED = {
         (6, "renewals", "353c601750674069", 1),
         (7, "endings", "ab2fbecdfd8f5481", 1),
         (8, "operators", "308b70c0035345ed", 1),
+        (9, "views", "afbbe78ab60e3cc2", 1),
+        (10, "dead_entries", "5c9ee88f9970152f", 1),
     ],
     "sqlite": [
         (1, "initial", "3df313ba5777f85e", 1),
@@ -30,6 +32,8 @@ SHIPPED = {
         (5, "open_tries", "7be45aaec8ed56f8", 1),
         (6, "endings", "05469a9663daf858", 1),
         (7, "operators", "8594323ea7453d0c", 1),
+        (8, "views", "e8afd0bf9fd7995a", 1),
+        (9, "dead_entries", "16e2ae41f1907aa7", 1),
     ],
 }
 

@@ -1,20 +1,17 @@
 """Faults happen where they were asked for, with the effect that was asked for, and are logged."""
 
-import inspect
+from types import SimpleNamespace
 
 import pytest
 
 from retrysafe import StoreUnavailable
 from retrysafe.core.listing import RecordQuery
 from retrysafe.core.model import Decision, OperatorCommand, SettleKind, Step, StepWrite
-from retrysafe.core.outbox.port import Outbox
-from retrysafe.core.ports import Store, Transaction
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.threaded import ThreadedStore
 from retrysafe.stores import MemoryStore
 from retrysafe.testing import FaultyStore, ManualClock, Moment
-from retrysafe.testing.faults import METHODS, FaultyOutbox
-from retrysafe.testing.faulty_transaction import FaultyTransaction
+from retrysafe.testing.faults import METHODS
 from retrysafe.testing.suite.probe import ACTIVE_MS, KEY, RESULT, Probe, key_of, request
 
 
@@ -35,16 +32,24 @@ def beneath(faulty):
     return Probe(faulty._store, faulty._store._now_ms, run_sync)
 
 
-def test_every_method_of_the_port_is_covered():
-    """A method that the port gets later must get its faults as well."""
-    port = {name for name, _ in inspect.getmembers(Store, inspect.iscoroutinefunction)}
-    outbox = {name for name, _ in inspect.getmembers(Outbox, inspect.iscoroutinefunction)}
-    joined = {name for name, _ in inspect.getmembers(Transaction, inspect.iscoroutinefunction)}
-    named = {f"outbox.{name}" for name in outbox} | {f"transaction.{name}" for name in joined}
-    assert port | named == set(METHODS)
-    assert all(name in vars(FaultyStore) for name in port)
-    assert all(name in vars(FaultyOutbox) for name in outbox)
-    assert all(name in vars(FaultyTransaction) for name in joined)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_of_the_ports_can_fail(method):
+    """Also one that a port gets later: nobody lists them."""
+    transaction = SimpleNamespace(**{name.rpartition(".")[2]: None for name in METHODS})
+    store = MemoryStore()
+    store.join = lambda _: transaction
+    faulty = FaultyStore(store)
+    ports = {"": faulty, "outbox": faulty.outbox, "transaction": faulty.join(None)}
+    faulty.fail(Moment.BEFORE, method=method)
+    owner, _, name = method.rpartition(".")
+    with pytest.raises(StoreUnavailable, match=f"injected fault: call 1 .{method}. failed"):
+        run_sync(getattr(ports[owner], name)())
+
+
+def test_the_ports_are_those_of_the_stores():
+    """Each kind of port has its methods in the list, and what is no method has none."""
+    assert {"commit", "close", "outbox.claim", "transaction.settle"} < set(METHODS)
+    assert not {"capabilities", "outbox.hints", "transaction.waits"} & set(METHODS)
 
 
 def calls_of(probe, beneath):

@@ -187,7 +187,6 @@ class Endpoints:
         self._pages = IdempotencyMiddleware.sharing(_nothing, idempotency, self.protection)
         # The host of every name that keys are made with.
         self._hosts: dict[str, str] = {}
-        self._is_closed = False
         resumers.protections.add(self)
 
     def refresh(self) -> None:
@@ -230,17 +229,12 @@ class Endpoints:
         )
         await self._pages.show_page(path, request, prefix, send)
 
-    def require_open(self) -> None:
-        """Raises `InvalidInput` after `close`: a closed object takes no requests."""
-        if self._is_closed:
-            raise InvalidInput(
-                "this application has been shut down, and its AsyncIdempotency is closed: make the "
-                "application in a function, and call it again for another start"
-            )
+    def start(self) -> None:
+        """Takes requests, also when an earlier start of the application has ended."""
+        self.calls.reopen()
 
     async def close(self) -> None:
         """Waits for running requests and closes the `AsyncIdempotency`."""
-        self._is_closed = True
         await self.idempotency.close()
 
 

@@ -24,6 +24,7 @@ except ModuleNotFoundError as error:
 
 from retrysafe.contrib.flask_io import (
     body_of,
+    converted,
     headers_of,
     is_held,
     kept_body,
@@ -284,8 +285,10 @@ class _Protected:
         run = functools.partial(self._dispatch, *args)
         if self._own_rule() is not None:
             return run()
-        route, taken = self._match_by_path() or (None, NO_PARAMETERS)
-        return self._answer(route, run, taken)
+        match = self._match_by_path()
+        if match is None:
+            return self._answer(None, run)
+        return self._answer(match[0], run, converted(match[0].rule.path or "", match[1]))
 
     def _require_order(self) -> None:
         """Raises `InvalidInput` for a view whose route stands below its decorator.
@@ -345,13 +348,13 @@ class _Protected:
         """What a decorated view answers."""
         if request.url_rule is None:
             return view()
-        return self._answer(self._route(rule, request.url_rule), view)
+        return self._answer(self._route(rule, request.url_rule), view, request.view_args or {})
 
     def _answer(
         self,
         route: Route | None,
         view: Callable[[], Any],
-        taken: Mapping[str, Any] = NO_PARAMETERS,
+        parameters: Mapping[str, Any] = NO_PARAMETERS,
     ) -> Any:
         around = request.environ.get(ATTEMPT_NAME)
         if isinstance(around, Attempt | AtomicAttempt):
@@ -368,8 +371,7 @@ class _Protected:
         if NOTICED_NAME in request.environ:
             request.environ[NOTICED_NAME].append(self)
         asked = unread_request()
-        # A rule's pattern may have names of its own; of the view's, Flask has made values.
-        asked.parameters = {**taken, **(request.view_args or {})}
+        asked.parameters = parameters
         protection, prefix = self._protection, prefix_of(request.environ)
         plan = thread_requests.begun(protection, route, asked, prefix)
         if isinstance(plan, Response):

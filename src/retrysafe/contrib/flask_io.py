@@ -6,7 +6,7 @@ in ours and back. It decides nothing about either.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from io import BytesIO
 from itertools import chain
 from typing import Any, Final
@@ -14,8 +14,10 @@ from typing import Any, Final
 from flask import Response as FlaskResponse
 from flask import current_app, request
 
+from retrysafe.contrib.views import written_path
 from retrysafe.errors import InvalidInput
 from retrysafe.http.held_response import Held
+from retrysafe.http.paths import names_in
 from retrysafe.http.plan import Plan
 from retrysafe.http.request import Request
 from retrysafe.http.responses import Header, Response
@@ -77,6 +79,20 @@ def native_of(response: Response) -> FlaskResponse:
     # Flask would call a response without a type HTML.
     native.headers.clear()
     return with_headers(native, response.headers)
+
+
+def converted(path: str, taken: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a rule's path has taken from the request's; as Flask converts it, where both are alike.
+
+    The names of the two are their own: {id} may be the order to one and the shop to the other.
+    """
+    route, made = request.url_rule, request.view_args or {}
+    own, theirs = path.split("/"), written_path("" if route is None else route.rule).split("/")
+    if len(own) != len(theirs):
+        return taken
+    alike = (part for part, other in zip(own, theirs, strict=True) if part == other)
+    names = {name for part in alike for name in names_in(part)}
+    return {**taken, **{name: made[name] for name in names.intersection(made)}}
 
 
 def unread_request() -> Request:

@@ -151,7 +151,6 @@ class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
 
     def on_app_init(self, app_config: AppConfig) -> AppConfig:
         """Called by Litestar: adds the middleware, the pages and the end."""
-        self.require_open()
         app_config.middleware.append(DefineMiddleware(_Guard, plugin=self))
         app_config.lifespan.append(self.lifespan)
         app_config.after_exception.append(_note)
@@ -203,8 +202,8 @@ class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
     @asynccontextmanager
     async def lifespan(self, app: Litestar) -> AsyncIterator[None]:
         """Closes the `AsyncIdempotency` at the end, after waiting for running requests."""
-        self.require_open()
         running_loop()
+        self.start()
         try:
             yield
         finally:

@@ -116,8 +116,8 @@ class Retrysafe(Endpoints):
         Installs itself if that has not been done. At the start it raises what is wrong with any
         endpoint's rule; at the end it waits for running requests and closes the `AsyncIdempotency`.
         """
-        self.require_open()
         running_loop()
+        self.start()
         if self._app is None:
             self.install(app)
         self.refresh()

@@ -7,12 +7,12 @@ Every protected call ends in exactly one `Result`. Its parts note what became of
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
-from retrysafe.core.keys.key import Key
+from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.core.model import SettleKind, plain_members
 from retrysafe.errors import ClaimLost, StoreError
 
@@ -47,6 +47,12 @@ class EventKind(StrEnum):
     KEY_IGNORED = "key ignored"
     ABANDONED = "abandoned"
     POSTPONED = "postponed"
+    # One try of a step; the detail is its name.
+    STEP_BEGAN = "step began"
+    STEP_ENDED = "step ended"
+    # A worker has looked for abandoned claims, and has swept all there was; both say how many.
+    LOOKED = "looked"
+    SWEPT = "swept"
 
 
 @plain_members
@@ -109,6 +115,24 @@ def _no_time() -> float:
     return 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class MessageFacts:
+    """The message that a call handles, for traces."""
+
+    # The consumer's name, which begins with the kind of broker: `sqs:payments`.
+    destination: str
+    identity: str | None
+    headers: Mapping[str, str]
+
+
+def trace_of(owner: str) -> str:
+    """The trace context that a claim's owner was stored with; empty for none.
+
+    It stands behind the host and the process, which have no spaces.
+    """
+    return owner.partition(" ")[2]
+
+
 class Progress:
     """What is known of one call so far; its last event tells all of it."""
 
@@ -120,8 +144,10 @@ class Progress:
         "claim_seconds",
         "ending",
         "error",
+        "first_trace",
         "has_told_begin",
         "is_ended",
+        "message",
         "monotonic",
         "notes",
         "operation_began_monotonic",
@@ -130,6 +156,7 @@ class Progress:
         "seconds",
         "settle_seconds",
         "source",
+        "trace",
         "wait_began_monotonic",
         "wait_seconds",
     )
@@ -157,6 +184,12 @@ class Progress:
         self.operation_began_monotonic: float | None = None
         self.wait_began_monotonic: float | None = None
         self._settle_began_monotonic = 0.0
+        # The message that it handles, if it handles one.
+        self.message: MessageFacts | None = None
+        # The trace context that is stored with its claim, and that of the run that it replays: the
+        # ids of trace and span, in hexadecimal, with a dash between them.
+        self.trace = ""
+        self.first_trace = ""
         # What observers remember of the call until it ends, such as its span.
         self.notes: dict[object, Any] | None = None
 
@@ -176,6 +209,14 @@ class Progress:
         elif result in _REASONS:
             self._reason = result
         self.result = result
+
+    def owner(self, owner: str) -> str:
+        """Who claims, with the trace in which it does."""
+        return f"{owner} {self.trace}" if self.trace else owner
+
+    def replays(self, trace: str) -> None:
+        """The call gets the outcome of a run with this trace."""
+        self.first_trace = trace
 
     def end_claim(self, asked_monotonic: float) -> None:
         """The store has answered a claim."""
@@ -239,6 +280,9 @@ class _Unfollowed(Progress):
     def note(self, kind: EventKind) -> None:
         pass
 
+    def replays(self, trace: str) -> None:
+        pass
+
     def end_claim(self, asked_monotonic: float) -> None:
         pass
 
@@ -271,6 +315,10 @@ class Event:
     source: str = "store"
     # The call that it belongs to, if it does.
     call: Progress = UNFOLLOWED
+    # How many there were, of what a worker has done for the whole store.
+    count: int = 0
+    # The class of what a step has raised.
+    error: str = ""
 
     @property
     def caller(self) -> str:
@@ -289,6 +337,8 @@ def caller_digest(caller: str) -> str:
 
 
 Emit = Callable[[Event], None]
+# The key of events that are about none.
+NO_KEY: Final = Key("(no key)", caller=GLOBAL)
 # What is shown where an operation has no name, as a lambda has none.
 UNNAMED: Final = "(unnamed)"
 ALL_KINDS: Final = frozenset(EventKind)
@@ -333,10 +383,16 @@ class Reporter:
         attempt: int = 0,
         detail: str = "",
         call: Progress = UNFOLLOWED,
+        error: str = "",
     ) -> None:
         """Reports what says nothing of how a call ends: a renewal, a step, an abandoned claim."""
         if kind in self.kinds and self._emit is not None:
-            self._emit(Event(kind, key, operation, attempt, detail, call=call))
+            self._emit(Event(kind, key, operation, attempt, detail, call=call, error=error))
+
+    def worked(self, kind: EventKind, count: int) -> None:
+        """Reports a worker's pass over the whole store, which is about no key."""
+        if kind in self.kinds and self._emit is not None:
+            self._emit(Event(kind, NO_KEY, count=count))
 
     def passed_by(self, key: Key, operation: str) -> None:
         """Reports a key that was sent where no rule fits: all that retrysafe has of the call."""
@@ -356,6 +412,7 @@ class Reporter:
         if not self.hears_calls or not call.progress.is_ended:
             return False
         call.progress = Progress(monotonic)
+        call.progress.message = call.message
         return True
 
     def tell_begin(self, call: Call) -> None:

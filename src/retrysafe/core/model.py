@@ -191,6 +191,8 @@ class ClaimAnswer:
     correction: bytes = b""
     # Whether a corrected request may take the place of the one that is replayed.
     nothing_happened: bool = False
+    # Who made what is replayed; told with a replay only.
+    owner: str = ""
 
 
 @dataclass(slots=True)
@@ -231,6 +233,8 @@ class Settlement:
     entries: tuple[StagedEntry, ...] = ()
     # Whether the rule lists this ending as one with which nothing happened.
     nothing_happened: bool = False
+    # Whether the stored arguments go with it: nobody needs them after an ending for good.
+    drops_arguments: bool = False
 
 
 @dataclass(slots=True)

@@ -193,6 +193,7 @@ class Recovery:
     async def report_abandoned(self) -> None:
         """Reports each abandoned claim that nobody here can resume, once; it stays claimable."""
         found = await self._store.list_abandoned(REPORT_LIMIT + 1)
+        self._report.worked(EventKind.LOOKED, min(len(found), REPORT_LIMIT))
         if len(found) > REPORT_LIMIT:
             self._notices.has_more(REPORT_LIMIT)
         for stored in found[:REPORT_LIMIT]:

@@ -6,16 +6,20 @@ from datetime import timedelta
 from typing import Any
 
 from retrysafe.core.call import Call
-from retrysafe.core.model import Payload
+from retrysafe.core.model import Payload, State
 from retrysafe.core.values import codec
 from retrysafe.core.values.trees import NotReadable
-from retrysafe.errors import KeyReused, OperationInFlight, OutcomeUnavailable
+from retrysafe.errors import (
+    KeyReused,
+    OperationFailed,
+    OperationInFlight,
+    OutcomeUnavailable,
+    RetrysafeError,
+)
 
 
-def replayed_value(call: Call, payload: Payload | None) -> Any:
+def replayed_value(call: Call, payload: Payload) -> Any:
     """The first run's value; raises its failure, or `OutcomeUnavailable`."""
-    if payload is None:
-        raise gone(call)
     form = payload.form
     if form == codec.WITHHELD:
         raise codec.unavailable(payload, call.key.text)
@@ -47,8 +51,15 @@ def reused(call: Call, operation: str) -> KeyReused:
     )
 
 
-def gone(call: Call) -> OutcomeUnavailable:
-    """The answer for a run that is done and whose outcome the store no longer has."""
+def gone(call: Call, state: State | None) -> RetrysafeError:
+    """The answer for a run that has ended, and whose outcome the store no longer has."""
+    if state is State.FAILED:
+        # Never told as done: nobody would pay the invoice again whose payment was declined.
+        return OperationFailed(
+            "the operation failed for good, and its failure is no longer stored",
+            key=call.key.text,
+            type_name="",
+        )
     return OutcomeUnavailable(
         "the operation is done, but its outcome is no longer stored", key=call.key.text
     )

@@ -74,6 +74,21 @@ def claim(
     return _claimed(record, request, decision, condition, now_ms, is_corrected=is_corrected)
 
 
+def admitted(request: ClaimRequest, now_ms: int) -> ClaimAnswer:
+    """What `claim` answers where there is no record, for stores whose statement has decided that.
+
+    `insert_key`, `claim_one` and their like insert what `claim` would give.
+    """
+    return ClaimAnswer(
+        Decision.ADMIT,
+        Condition.ABSENT,
+        attempt=1,
+        remaining_ms=request.lease_ms,
+        lease_ends_at_ms=now_ms + request.lease_ms,
+        state=State.PENDING,
+    )
+
+
 def is_new_request(record: Record, changed: Record, decision: Decision) -> bool:
     """Whether a claim starts a new life of the key, or brings a corrected request.
 
@@ -142,6 +157,7 @@ def _claimed(
             Fingerprint(record.rule, record.fingerprint) if decision is Decision.CONFIRM else None
         ),
         correction=correction_of(record) if decision is Decision.CONFIRM else b"",
+        owner=record.owner if decision is Decision.REPLAY else "",
         nothing_happened=record.nothing_happened and decision is Decision.REPLAY,
     )
 

@@ -5,21 +5,27 @@ Every action is asked about once and needs a reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 from urllib.parse import urlencode
 
-from retrysafe.core.model import OperatorCommand, OperatorNote
+from retrysafe.core.keys.key import GLOBAL, Key
+from retrysafe.core.listing import RecordQuery
+from retrysafe.core.machine import decide, operator_trigger
+from retrysafe.core.model import Condition, Decision, OperatorCommand, OperatorNote
 from retrysafe.core.outbox.entries import EntryCommand
 from retrysafe.core.outbox.port import outbox_of
 from retrysafe.core.ports import Store
-from retrysafe.dashboard.pages import key_of
+from retrysafe.dashboard.pages import BULK, FILTERS, key_of, query_of
 from retrysafe.dashboard.web import BadRequest
 from retrysafe.runtime.checks import operator_outcome
 from retrysafe.runtime.drive import run_sync
 
 REASON_LIMIT_CHARACTERS: Final = 500
+# As many as one request changes; the next one goes on.
+BULK_LIMIT: Final = 500
 CONSEQUENCES: Final = {
     OperatorCommand.RELEASE: "The next use of the key runs the operation again.",
     OperatorCommand.FORCE_RELEASE: (
@@ -46,7 +52,11 @@ class Actions:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._actions: dict[str, Action] = {"/key": self.operate, "/outbox": self.operate_entry}
+        self._actions: dict[str, Action] = {
+            "/key": self.operate,
+            "/keys": self.operate_on_all,
+            "/outbox": self.operate_entry,
+        }
 
     def find(self, path: str) -> Action | None:
         """The action at a path below the mount."""
@@ -71,6 +81,51 @@ class Actions:
         decision = run_sync(self._store.operate(key, command, note))
         operator_outcome(decision, command, key, run_sync(self._store.read(key)))
         return Done("/key?" + urlencode({"key": key.text, "caller": key.caller}))
+
+    def operate_on_all(self, form: dict[str, str], user: str) -> Done:
+        """Releases or expires all that match, at most as many as somebody has agreed to."""
+        command = _chosen(OperatorCommand, form)
+        if command not in BULK:
+            raise BadRequest("this command is for one key at a time")
+        asked = {name: form.get(name, "") for name in FILTERS if form.get(name)}
+        if not asked:
+            raise BadRequest("say which keys: all of them is never what you want")
+        query = query_of(asked)
+        takes = frozenset(item for item in Condition if _applies(command, item))
+        query.conditions = query.conditions & takes if query.conditions else takes
+        back = "/keys?" + urlencode(asked)
+        matching = list(islice(self._matching(query), BULK_LIMIT)) if query.conditions else []
+        if not matching:
+            raise BadRequest(f"nothing that matches takes this command: {command.value}")
+        if not form.get("is_confirmed"):
+            first = ", ".join(str(key) for key in matching[:3])
+            return Done(
+                confirm={
+                    "what": f"{command.value.capitalize()} {len(matching)} keys",
+                    "consequence": f"{CONSEQUENCES[command]} The first are {first}. One go takes "
+                    f"{BULK_LIMIT} at most.",
+                    "fields": asked | {"command": command.value, "count": str(len(matching))},
+                    "action": "/keys",
+                    "back": back,
+                }
+            )
+        note = OperatorNote(user, _reason(form))
+        agreed = form.get("count", "")[:9]
+        if not (agreed.isascii() and agreed.isdigit()):
+            raise BadRequest("nobody has agreed to a number of keys")
+        for key in matching[: int(agreed)]:
+            # Each is decided once more by the store: one that has changed meanwhile is left.
+            run_sync(self._store.operate(key, command, note))
+        return Done(back)
+
+    def _matching(self, query: RecordQuery) -> Iterator[Key]:
+        while True:
+            page = run_sync(self._store.list_records(query))
+            for item in page.keys:
+                yield Key(item.record.text, caller=item.record.caller or GLOBAL)
+            if page.after is None:
+                return
+            query.after = page.after
 
     def operate_entry(self, form: dict[str, str], user: str) -> Done:
         """Retries or discards one entry of the outbox."""
@@ -100,6 +155,11 @@ class Actions:
         _reason(form)
         run_sync(outbox_of(self._store).operate(number, command))
         return Done(back)
+
+
+def _applies(command: OperatorCommand, condition: Condition) -> bool:
+    is_stored = condition is not Condition.ABSENT
+    return is_stored and decide(operator_trigger(command), condition) is Decision.APPLY
 
 
 def _chosen(commands: Any, form: dict[str, str]) -> Any:

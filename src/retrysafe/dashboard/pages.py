@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
+from urllib.parse import urlencode
 
+from retrysafe.core.keys.canonical import DIGEST_BYTES
 from retrysafe.core.keys.key import GLOBAL, Key
-from retrysafe.core.listing import RecordQuery
-from retrysafe.core.model import Condition, StoredKey, StoredOutcome
+from retrysafe.core.listing import Position, RecordQuery
+from retrysafe.core.model import Condition, OperatorCommand, StoredKey, StoredOutcome
 from retrysafe.core.outbox.entries import EntryCondition, EntryQuery
 from retrysafe.core.outbox.port import outbox_of
 from retrysafe.core.ports import Store
@@ -28,6 +30,9 @@ SEARCH_SECONDS: Final = 0.4
 
 Page = Callable[[Request], tuple[str, dict[str, Any]]]
 
+FILTERS: Final = ("key", "caller", "operation", "condition", "minutes")
+# What can be done to all that match. Running operations are left to those who look at each.
+BULK: Final = (OperatorCommand.RELEASE, OperatorCommand.EXPIRE)
 LISTED: Final = tuple(item.value for item in Condition if item is not Condition.ABSENT)
 
 
@@ -84,28 +89,20 @@ class Pages:
         return counts | {"limit": GROUPED}
 
     def keys(self, request: Request) -> tuple[str, dict[str, Any]]:
-        """Search: by key, caller, operation and condition together."""
+        """Search: by key, caller, operation, condition and age together."""
         values = request.values()
-        conditions = frozenset(
-            _condition(name) for name in values.get("condition", "").split(",") if name
-        )
-        query = RecordQuery(
-            caller=values.get("caller") or None,
-            text_prefix=values.get("key", ""),
-            conditions=conditions,
-            limit=PAGE_SIZE + 1,
-            seconds=SEARCH_SECONDS,
-        )
-        found = run_sync(self._store.list_records(query)).keys
+        query = query_of(values)
+        query.after = _position(values.get("after", ""))
+        found = run_sync(self._store.list_records(query))
+        asked = {name: values.get(name, "") for name in FILTERS}
+        where = urlencode({name: text for name, text in asked.items() if text})
         return "keys.html", {
-            "rows": [views.key_row(item) for item in found[:PAGE_SIZE]],
-            "has_more": len(found) > PAGE_SIZE,
-            "asked": {
-                "key": query.text_prefix,
-                "caller": query.caller or "",
-                "condition": values.get("condition", ""),
-            },
+            "rows": [views.key_row(item) for item in found.keys],
+            "next": "" if found.after is None else f"/keys?{where}&after={found.after}",
+            "unsearched": found.unsearched,
+            "asked": asked,
             "conditions": LISTED,
+            "bulk": [item.value for item in BULK] if any(asked.values()) else [],
         }
 
     def key(self, request: Request) -> tuple[str, dict[str, Any]]:
@@ -117,6 +114,9 @@ class Pages:
             outcomes, _ = run_sync(self._store.read_audit(key, SEARCH_SECONDS))
         if stored is None and not outcomes:
             return "missing.html", {"key": str(key)}
+        actions = (
+            run_sync(self._store.read_actions(key)) if isinstance(self._store, Audited) else []
+        )
         return "key.html", {
             "key": key.text,
             "caller": key.caller,
@@ -125,7 +125,7 @@ class Pages:
             "owner": "" if stored is None else stored.record.owner,
             "digest": key.digest.hex(),
             "replays": self._samples.replays_of(key),
-            "timeline": views.timeline(stored, outcomes),
+            "timeline": views.timeline(stored, outcomes, actions),
             "steps": []
             if stored is None
             else [
@@ -171,10 +171,31 @@ def key_of(values: dict[str, str]) -> Key:
         raise BadRequest(str(error)) from None
 
 
-def _condition(name: str) -> Condition:
-    if name not in LISTED:
-        raise BadRequest(f"there is no condition {name!r}: there are {', '.join(LISTED)}")
-    return Condition(name)
+def query_of(values: dict[str, str]) -> RecordQuery:
+    """What the filters of a page or a form ask for; raises `BadRequest`."""
+    names = [name for name in values.get("condition", "").split(",") if name]
+    for name in names:
+        if name not in LISTED:
+            raise BadRequest(f"there is no condition {name!r}: there are {', '.join(LISTED)}")
+    minutes = values.get("minutes", "")
+    if minutes and not (minutes.isascii() and minutes.isdigit() and len(minutes) < 9):
+        raise BadRequest("the age is a number of minutes")
+    return RecordQuery(
+        caller=values.get("caller") or None,
+        text_prefix=values.get("key", ""),
+        conditions=frozenset(Condition(name) for name in names),
+        limit=PAGE_SIZE,
+        operation=values.get("operation") or None,
+        older_than_ms=int(minutes) * 60_000 if minutes else None,
+        seconds=SEARCH_SECONDS,
+    )
+
+
+def _position(text: str) -> Position | None:
+    found = Position.of(text)
+    if text and (found is None or len(found.digest) != DIGEST_BYTES):
+        raise BadRequest("this place in the list is none that a page of ours has named")
+    return found
 
 
 def _glance(found: list[StoredKey]) -> dict[str, Any]:

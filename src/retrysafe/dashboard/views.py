@@ -12,6 +12,7 @@ from retrysafe.core.machine import decide, operator_trigger
 from retrysafe.core.model import (
     Condition,
     Decision,
+    OperatorAction,
     OperatorCommand,
     Payload,
     Record,
@@ -116,7 +117,9 @@ def commands_for(stored: StoredKey) -> list[str]:
     ]
 
 
-def timeline(stored: StoredKey | None, outcomes: list[StoredOutcome]) -> list[dict[str, Any]]:
+def timeline(
+    stored: StoredKey | None, outcomes: list[StoredOutcome], actions: list[OperatorAction]
+) -> list[dict[str, Any]]:
     """What is known to have happened to a key, oldest first."""
     found: list[tuple[int, str, str]] = []
     if stored is not None:
@@ -138,6 +141,10 @@ def timeline(stored: StoredKey | None, outcomes: list[StoredOutcome]) -> list[di
     found += [
         (item.settled_at_ms, f"Attempt {item.attempt} {item.state.name.lower()}", "")
         for item in outcomes
+    ]
+    found += [
+        (item.acted_at_ms, f"{item.command} by {item.operator or 'somebody'}", item.reason)
+        for item in actions
     ]
     found.sort()
     return [

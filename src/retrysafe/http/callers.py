@@ -42,8 +42,10 @@ class Credential:
 
     def __init__(self, scheme: str, value: bytes | str) -> None:
         if not isinstance(scheme, str) or _SCHEME.fullmatch(scheme) is None:
+            # Not shown: with the two swapped, this is the credential.
             raise InvalidInput(
-                f"a credential's scheme is a short word such as 'session', got {scheme!r}"
+                "a credential's scheme is a word of at most 20 small letters, digits and hyphens, "
+                "such as 'session': write Credential('session', token), in this order"
             )
         if isinstance(value, str):
             value = value.encode("utf-8", "surrogatepass")
@@ -58,7 +60,8 @@ class Credential:
 Told = str | Credential | GlobalCaller | None
 CallerOf = Callable[[Request], Told] | Callable[[Request], Awaitable[Told]]
 
-_SCHEME: Final = re.compile(r"[a-z0-9_-]{1,64}")
+# Too short for a token, which would be stored as it stands where the two are swapped.
+_SCHEME: Final = re.compile(r"[a-z][a-z0-9_-]{0,19}")
 # 160 bits: no two tokens will ever share them, and a row holds 40 characters.
 _DIGEST_CHARACTERS: Final = 40
 

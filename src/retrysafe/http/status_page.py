@@ -45,6 +45,8 @@ def status_response(
     if stored.condition in _ADVICE:
         return _state(stored, key, run_times)
     payload = _payload_of(stored)
+    if payload is None and stored.condition is Condition.FAILED:
+        return problem(problems.OPERATION_FAILED, context, key=key)
     if payload is None or payload.form == codec.WITHHELD:
         return problem(problems.OUTCOME_UNAVAILABLE, context, key=key)
     if payload.form == codec.EXHAUSTED:

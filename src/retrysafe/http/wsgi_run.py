@@ -96,7 +96,7 @@ class WsgiRun:
         Without an attempt it is a run without a claim.
         """
         self.has_begun = True
-        if self.on_begin is not None:
+        if self.on_begin is not None and attempt is not None:
             self.on_begin()
         environ, request = self._environ, self._plan.request
         environ[ATTEMPT_NAME] = attempt

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 from retrysafe.core.events import ALL_KINDS, Emit, Event, Reporter
 from retrysafe.errors import InvalidInput
+from retrysafe.observe.gauges import Watched
+from retrysafe.observe.logs import EventLog
 
 _logger = logging.getLogger("retrysafe")
 
@@ -30,14 +32,23 @@ def checked_observers(observers: object) -> tuple[Emit, ...]:
     return found
 
 
+def watch_all(observers: Iterable[Emit], watched: Watched) -> None:
+    """Gives those observers the object that have a method `watch`: for gauges of its store."""
+    for observer in observers:
+        watch = getattr(observer, "watch", None)
+        if callable(watch):
+            watch(watched)
+
+
 def reporter(observers: Iterable[Emit]) -> Reporter:
-    """One listener for many; what a listener raises never reaches the operation.
+    """One listener for many, the log among them; what they raise never reaches the operation.
 
     A listener that has `kinds` hears those only. Nobody pays for events that nobody wants.
     """
     listeners = tuple(observers)
-    if not listeners:
-        return Reporter(None)
+    if not any(isinstance(listener, EventLog) for listener in listeners):
+        # First: what the others do of it is told after that.
+        listeners = (EventLog(), *listeners)
     wanted = [(item, frozenset(getattr(item, "kinds", ALL_KINDS))) for item in listeners]
     kinds = frozenset().union(*(kinds for _, kinds in wanted))
 

@@ -30,15 +30,17 @@ from retrysafe.core.model import (
     StoredKey,
     SweepReport,
 )
+from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Waits
 from retrysafe.core.run_times import RunTimes
 from retrysafe.core.settings import Settings
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.atomic import AsyncAtomicContext, TaskTransacting
-from retrysafe.runtime.calls import closed
+from retrysafe.runtime.calls import closed, still_running
 from retrysafe.runtime.checks import checked_limit, operator_outcome, running_loop
 from retrysafe.runtime.closing import Limit, end_aside_within
 from retrysafe.runtime.identity import owner_name
+from retrysafe.runtime.measuring import Tell, measure_in_thread, measure_on_loop
 from retrysafe.runtime.operations import Operations
 from retrysafe.runtime.task_ports import LoopPorts
 from retrysafe.runtime.threaded import joined
@@ -66,6 +68,11 @@ class TaskGate:
         self._inside -= 1
         if self._empty is not None and not self._inside:
             self._empty.set()
+
+    def require_empty(self) -> None:
+        """Raises `InvalidInput` while calls are inside."""
+        if self._inside:
+            raise still_running(self._inside)
 
     async def close(self, wait_seconds: float) -> bool:
         """Lets nobody in any more, and waits for those inside; False when the time ran out."""
@@ -107,7 +114,7 @@ class AsyncCalls:
         self.report = report
         # Set before the first use, two objects share it.
         self.run_times = RunTimes()
-        self._owns_store = owns_store
+        self.owns_store = owns_store
         self._bound: BoundLoop | None = None
         self._is_closed = False
         forks.register(self)
@@ -146,6 +153,28 @@ class AsyncCalls:
         self._bound = bound = BoundLoop(loop_ports, self.settings)
         bound.gate.is_closed = self._is_closed
         return bound
+
+    def reopen(self) -> None:
+        """Takes calls again after `close`, for an application that is started once more.
+
+        Nothing of the loop before is used: what still runs there ends with its own parts.
+        """
+        if self._is_closed:
+            self._is_closed = False
+            self._bound = None
+
+    def replace_store(self, store: Store, settings: Settings, *, owns_store: bool) -> None:
+        """Goes on with another store and other settings; for tests.
+
+        Raises `InvalidInput` while calls run.
+        """
+        bound = self._bound
+        if bound is not None:
+            bound.gate.require_empty()
+            bound.loop_ports.leave()
+        self.store, self.settings, self.owns_store = store, settings, owns_store
+        self._bound = None
+        self._is_closed = False
 
     # Answers.
 
@@ -243,6 +272,11 @@ class AsyncCalls:
 
     # Looking after the store.
 
+    @property
+    def policy(self) -> Policy:
+        """The policy of calls that bring none of their own."""
+        return self.settings.policy
+
     async def read(self, key: Key, *, with_audit: bool) -> StoredKey | None:
         """The stored record of a key."""
         return await self.bound().loop_ports.store.read(key, with_audit=with_audit)
@@ -260,6 +294,15 @@ class AsyncCalls:
         """Removes what is past its windows; raises `InvalidInput` for a limit below 1."""
         return await self.bound().loop_ports.store.sweep(checked_limit(limit))
 
+    def measure(self, tell: Tell) -> None:
+        """Has the size of the store told to a function, later; asked from any thread."""
+        if self.store.capabilities.waits is not Waits.SUSPENDING:
+            measure_in_thread(self.store, tell)
+        elif self._bound is None:
+            tell(None)  # Nobody has used it yet: nobody knows on which loop.
+        else:
+            measure_on_loop(self.store, self._bound.loop_ports.loop, tell)
+
     async def close(self, wait: timedelta) -> bool:
         """Starts nothing new and waits for running operations; False when some still run."""
         limit = Limit(wait)
@@ -275,8 +318,8 @@ class AsyncCalls:
         except TimeoutError:
             has_ended = False
         if loop_ports.threaded is not None:
-            await end_aside_within(loop_ports.threaded.ending(with_store=self._owns_store), limit)
-        elif self._owns_store:
+            await end_aside_within(loop_ports.threaded.ending(with_store=self.owns_store), limit)
+        elif self.owns_store:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit.left_seconds):
                     await loop_ports.store.close()

@@ -12,11 +12,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from retrysafe.core.atomic.block import AtomicBlock
+from retrysafe.core.atomic.run import InTransaction
 from retrysafe.core.call import Call
-from retrysafe.core.keys.canonical import Part
-from retrysafe.core.keys.key import Key
 from retrysafe.core.model import StagedEntry
-from retrysafe.core.outbox.staging import Staging, staged_entry
+from retrysafe.core.outbox.staging import staged_entry
 from retrysafe.core.ports import Store, Transaction
 from retrysafe.errors import InvalidInput
 from retrysafe.runtime.drive import run_sync
@@ -30,23 +29,14 @@ if TYPE_CHECKING:
 C = TypeVar("C")
 
 
-class AtomicRun(Generic[C]):
+class _Run(InTransaction[C]):
     """What an atomic block works with: the outcome to replay, or the run that is to give one.
 
     `connection` is the one that the block was made with: what is written on it commits with the
     outcome.
     """
 
-    __slots__ = ("_block", "connection")
-
-    def __init__(self, block: AtomicBlock, connection: C) -> None:
-        self._block = block
-        self.connection = connection
-
-    @property
-    def key(self) -> Key:
-        """The key of the run."""
-        return self._block.call.key
+    __slots__ = ()
 
     @property
     def replayed(self) -> bool:
@@ -63,6 +53,12 @@ class AtomicRun(Generic[C]):
         """Which attempt this is, or which one gave the outcome."""
         return self._block.attempt
 
+
+class AtomicRun(_Run[C]):
+    """What an atomic block works with in threads."""
+
+    __slots__ = ()
+
     def complete(self, value: Any) -> None:
         """Stores the outcome, to be committed with everything else.
 
@@ -75,14 +71,19 @@ class AtomicRun(Generic[C]):
         """Stores a failure for good, to be committed; every later use of the key raises it."""
         run_sync(self._block.fail(error))
 
-    @property
-    def outbox(self) -> Staging:
-        """What is delivered once your transaction has committed with the outcome in it."""
-        return self._block.outbox
 
-    def child_key(self, *parts: Part) -> str:
-        """The key for a call downstream; raises `SecretMissing`."""
-        return self._block.child_key(*parts)
+class AsyncAtomicRun(_Run[C]):
+    """What an atomic block works with on an event loop."""
+
+    __slots__ = ()
+
+    async def complete(self, value: Any) -> None:
+        """Stores the outcome, to be committed with everything else; raises as `AtomicRun` does."""
+        await self._block.complete(value)
+
+    async def fail(self, error: Exception) -> None:
+        """Stores a failure for good, to be committed; every later use of the key raises it."""
+        await self._block.fail(error)
 
 
 class AtomicContext(Generic[C]):
@@ -154,57 +155,6 @@ class ThreadTransacting:
     def is_outage(self, error: Exception) -> bool:
         """Whether a retry can help."""
         return is_outage(error)
-
-
-class AsyncAtomicRun(Generic[C]):
-    """What an atomic block works with: the outcome to replay, or the run that is to give one.
-
-    `connection` is the one that the block was made with: what is written on it commits with the
-    outcome.
-    """
-
-    __slots__ = ("_block", "connection")
-
-    def __init__(self, block: AtomicBlock, connection: C) -> None:
-        self._block = block
-        self.connection = connection
-
-    @property
-    def key(self) -> Key:
-        """The key of the run."""
-        return self._block.call.key
-
-    @property
-    def replayed(self) -> bool:
-        """Whether an earlier run gave the outcome: use `value`, and write nothing."""
-        return self._block.replayed
-
-    @property
-    def value(self) -> Any:
-        """The outcome: replayed, or given to `complete`; raises `OutcomeMissing` before that."""
-        return self._block.value
-
-    @property
-    def attempt(self) -> int:
-        """Which attempt this is, or which one gave the outcome."""
-        return self._block.attempt
-
-    async def complete(self, value: Any) -> None:
-        """Stores the outcome, to be committed with everything else; raises as `AtomicRun` does."""
-        await self._block.complete(value)
-
-    async def fail(self, error: Exception) -> None:
-        """Stores a failure for good, to be committed; every later use of the key raises it."""
-        await self._block.fail(error)
-
-    @property
-    def outbox(self) -> Staging:
-        """What is delivered once your transaction has committed with the outcome in it."""
-        return self._block.outbox
-
-    def child_key(self, *parts: Part) -> str:
-        """The key for a call downstream; raises `SecretMissing`."""
-        return self._block.child_key(*parts)
 
 
 class AsyncAtomicContext(Generic[C]):

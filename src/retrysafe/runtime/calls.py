@@ -31,6 +31,7 @@ from retrysafe.core.model import (
     StoredKey,
     SweepReport,
 )
+from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store, Waits
 from retrysafe.core.run_times import RunTimes
 from retrysafe.core.settings import Settings
@@ -42,6 +43,7 @@ from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
 from retrysafe.runtime.heartbeat import ThreadHeartbeat
 from retrysafe.runtime.identity import owner_name
+from retrysafe.runtime.measuring import Tell, measure_in_thread
 from retrysafe.runtime.operations import Operations
 from retrysafe.runtime.thread_ports import ThreadClock, thread_ports, thread_writer
 
@@ -65,6 +67,14 @@ def calls_of(idempotency: _HoldsCalls[T]) -> T:
 def closed() -> Closed:
     """The refusal of a call after `close`."""
     return Closed("this object was closed and starts nothing new: make another one")
+
+
+def still_running(count: int) -> InvalidInput:
+    """The refusal to take away the store of calls that use it."""
+    return InvalidInput(
+        f"{count} calls of this object still run: attach a test kit before the first request, and "
+        "let the requests end before the test does"
+    )
 
 
 # How often those who close a gate look by themselves whether somebody is inside.
@@ -131,7 +141,7 @@ class Calls:
         # Also for what happens outside of the engine.
         self.report = report
         self.run_times = RunTimes()
-        self._owns_store = owns_store
+        self.owns_store = owns_store
         self._build()
         forks.register(self)
 
@@ -159,6 +169,17 @@ class Calls:
             self._writer.leave_to_parent()
         self._build()
         self._gate.is_closed = was_closed
+
+    def replace_store(self, store: Store, settings: Settings, *, owns_store: bool) -> None:
+        """Goes on with another store and other settings; for tests.
+
+        Raises `InvalidInput` while calls run.
+        """
+        if self._gate.inside:
+            raise still_running(len(self._gate.inside))
+        self._heartbeat.stop(_LOOK_SECONDS)
+        self.store, self.settings, self.owns_store = store, settings, owns_store
+        self._build()
 
     # Answers.
 
@@ -264,6 +285,11 @@ class Calls:
 
     # Looking after the store.
 
+    @property
+    def policy(self) -> Policy:
+        """The policy of calls that bring none of their own."""
+        return self.settings.policy
+
     def read(self, key: Key, *, with_audit: bool) -> StoredKey | None:
         """The stored record of a key."""
         forks.refresh_if_stale()
@@ -283,6 +309,11 @@ class Calls:
         forks.refresh_if_stale()
         return run_sync(self.store.sweep(limit))
 
+    def measure(self, tell: Tell) -> None:
+        """Has the size of the store told to a function, later and from another thread."""
+        forks.refresh_if_stale()
+        measure_in_thread(self.store, tell)
+
     def close(self, wait: timedelta) -> bool:
         """Starts nothing new and waits for running operations; False when some still run."""
         limit = Limit(wait)
@@ -290,7 +321,7 @@ class Calls:
         has_ended = self._gate.close(limit.seconds)
         limit.spare_the_ending()
         self._heartbeat.stop(limit.left_seconds)
-        if self._owns_store:
+        if self.owns_store:
             end_within(self._close_store, limit)
         return has_ended
 

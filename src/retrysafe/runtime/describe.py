@@ -123,6 +123,13 @@ class Once:
             # The object is where the method lives, not part of what is asked for.
             self.ignore |= {names[0]}
         source = self.key_source
+        given = source if isinstance(source, tuple) else (source,)
+        is_names = bool(given) and all(isinstance(item, str) for item in given)
+        if not (is_names or isinstance(source, BodyKey) or callable(source)):
+            raise KeyInvalid(
+                "key= takes the name of a parameter, a tuple of names as in key=('invoice_id',), a "
+                f"function of the arguments or a BodyKey, got {source!r}"
+            )
         named = source.intent if isinstance(source, BodyKey) else source
         for item in (*(named if isinstance(named, tuple) else (named,)), *sorted(self.ignore)):
             if isinstance(item, str) and item not in names:

@@ -213,7 +213,7 @@ def joined(store: Store, connection: object, waits: Waits | None) -> Transaction
     if join is None:
         raise InvalidInput(
             f"{type(store).__name__} has no transactions to join: atomic mode needs a PostgreSQL "
-            "or a SQLite store"
+            "or a SQLite store. In tests use sqlite:/// and a file instead of memory://"
         )
     transaction = join(connection)
     # A store that blocks is used through a thread, and so are its transactions.

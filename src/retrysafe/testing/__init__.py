@@ -1,5 +1,6 @@
-"""Tools for testing what stores records, shipped for authors of stores and of applications.
+"""Tools for tests, shipped for authors of applications and of stores.
 
+`Kit` is for applications; the fixture `retrysafe_kit` of `retrysafe.testing.plugin` makes it.
 `StoreSuite` is the definition of a store, `ManualClock` a clock that tests move by hand, and
 `FaultyStore` a store that fails where a test tells it to. Needs the extra `testing`.
 """
@@ -24,15 +25,27 @@ from retrysafe.testing.faults import (  # noqa: E402
     PortCall,
     store_unavailable,
 )
+from retrysafe.testing.kit import (  # noqa: E402
+    Kit,
+    assert_ran,
+    assert_replayed,
+    stored_response,
+)
 from retrysafe.testing.suite import StoreSuite  # noqa: E402
+from retrysafe.testing.watched import AttemptKilled  # noqa: E402
 
 __all__ = [
+    "AttemptKilled",
     "Fault",
     "FaultyStore",
+    "Kit",
     "LoggedCall",
     "ManualClock",
     "Moment",
     "PortCall",
     "StoreSuite",
+    "assert_ran",
+    "assert_replayed",
     "store_unavailable",
+    "stored_response",
 ]

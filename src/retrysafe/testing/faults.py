@@ -7,51 +7,35 @@ answer is lost. Code that is right survives both.
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from retrysafe.core.keys.key import Key
-from retrysafe.core.listing import RecordPage, RecordQuery
-from retrysafe.core.model import (
-    NO_NOTE,
-    ClaimAnswer,
-    ClaimRequest,
-    Decision,
-    Extension,
-    OperatorCommand,
-    OperatorNote,
-    Settlement,
-    StepWrite,
-    StoredKey,
-    StoredOutcome,
-    SweepReport,
-)
-from retrysafe.core.outbox.entries import (
-    ClaimedEntries,
-    EntryClaim,
-    EntryCommand,
-    EntryQuery,
-    EntryWrite,
-    Hints,
-    StoredEntry,
-)
 from retrysafe.core.outbox.port import Outbox, outbox_of
-from retrysafe.core.ports import (
-    Capabilities,
-    ClaimResult,
-    ExtendResult,
-    SettleResult,
-    Store,
-    Transaction,
-)
+from retrysafe.core.ports import Store, Transaction
 from retrysafe.errors import StoreUnavailable
-from retrysafe.testing.faulty_transaction import FaultyTransaction
 
 T = TypeVar("T")
+
+if TYPE_CHECKING:
+    # What the methods of a store are, its port says; there is no list of them here.
+    _AnyPort = Any
+else:
+    _AnyPort = object
+
+
+# The methods of the ports that can fail, as a test names them.
+_PORTS: Final = {"": Store, "outbox.": Outbox, "transaction.": Transaction}
+METHODS: Final = tuple(
+    f"{prefix}{name}"
+    for prefix, port in _PORTS.items()
+    for name, member in vars(port).items()
+    if inspect.iscoroutinefunction(member)
+)
 
 
 class Moment(StrEnum):
@@ -113,13 +97,30 @@ def _always(_: PortCall) -> bool:
     return True
 
 
-class FaultyStore:
+class _Faulty(_AnyPort):  # type: ignore[misc]  # A stand-in for any port.
+    """Any object of a port: its methods go through `call`, everything else is the object's own."""
+
+    def __init__(self, wrapped: Any, prefix: str, call: Callable[..., Any]) -> None:
+        self._wrapped = wrapped
+        self._prefix = prefix
+        self._through = call
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_wrapped":  # Not made yet, as while it is copied.
+            raise AttributeError(name)
+        found = getattr(self._wrapped, name)
+        named = f"{self._prefix}{name}"
+        return partial(self._through, named, found) if named in METHODS else found
+
+
+class FaultyStore(_Faulty):
     """Any store, with faults injected at its port calls and a log of all of them.
 
     Without faults it behaves exactly as the store that it wraps.
     """
 
     def __init__(self, store: Store) -> None:
+        super().__init__(store, "", self._call)
         self._store = store
         self._lock = threading.Lock()
         self._faults: list[Fault] = []
@@ -168,94 +169,37 @@ class FaultyStore:
         """The calls of the log, without what became of them."""
         return [logged.call for logged in self.log]
 
-    # The port.
+    # The port, as far as it is more than methods.
 
     @property
-    def capabilities(self) -> Capabilities:
-        """Those of the wrapped store."""
-        return self._store.capabilities
-
-    async def commit(
-        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
-    ) -> tuple[list[ClaimResult], list[SettleResult]]:
-        """Makes a batch durable."""
-        return await self._call("commit", self._store.commit, claims, settlements)
-
-    async def extend(
-        self, extensions: Sequence[Extension], timeout_seconds: float
-    ) -> list[ExtendResult]:
-        """Extends leases."""
-        return await self._call("extend", self._store.extend, extensions, timeout_seconds)
-
-    async def record_step(self, write: StepWrite) -> Decision:
-        """Stores a step's result."""
-        return await self._call("record_step", self._store.record_step, write)
-
-    async def read(self, key: Key, *, with_audit: bool = False) -> StoredKey | None:
-        """The record of a key."""
-        return await self._call("read", partial(self._store.read, with_audit=with_audit), key)
-
-    async def last_outcome(self, key: Key) -> StoredOutcome | None:
-        """The newest ending of a key."""
-        return await self._call("last_outcome", self._store.last_outcome, key)
-
-    async def list_records(self, query: RecordQuery) -> RecordPage:
-        """Records for an operator."""
-        return await self._call("list_records", self._store.list_records, query)
-
-    async def list_abandoned(self, limit: int) -> list[StoredKey]:
-        """Records that nobody holds any more."""
-        return await self._call("list_abandoned", self._store.list_abandoned, limit)
-
-    async def list_resumable(
-        self, limit: int, after: bytes, operations: Sequence[str]
-    ) -> list[StoredKey]:
-        """Those that have arguments."""
-        return await self._call(
-            "list_resumable", self._store.list_resumable, limit, after, operations
-        )
-
-    async def take_over(self, request: ClaimRequest, held: bytes) -> ClaimAnswer:
-        """Claims an abandoned key for a worker."""
-        return await self._call("take_over", self._store.take_over, request, held)
-
-    async def operate(
-        self, key: Key, command: OperatorCommand, note: OperatorNote = NO_NOTE
-    ) -> Decision:
-        """Applies an operator's command."""
-        return await self._call("operate", self._store.operate, key, command, note)
-
-    async def sweep(self, limit: int) -> SweepReport:
-        """Removes what is past its windows."""
-        return await self._call("sweep", self._store.sweep, limit)
+    def outbox(self) -> Outbox:
+        """The entries of the wrapped store; their faults are named `outbox.claim` and so on."""
+        return cast("Outbox", _Faulty(outbox_of(self._store), "outbox.", self._call))
 
     @property
-    def outbox(self) -> FaultyOutbox:
-        """The entries of the wrapped store, with the faults of its methods."""
-        return FaultyOutbox(outbox_of(self._store), self._call)
-
-    @property
-    def join(self) -> Callable[[object], FaultyTransaction]:
-        """Joins a user's transaction, with the faults of its methods.
+    def join(self) -> Callable[[object], Transaction]:
+        """Joins a user's transaction; its faults are named `transaction.begin` and so on.
 
         A store that cannot join any has no such method, and then this one has none either.
         """
         wrapped: Any = self._store
         join: Callable[[object], Transaction] = wrapped.join
-        return lambda connection: FaultyTransaction(join(connection), self._call)
-
-    async def close(self) -> None:
-        """Closes the wrapped store."""
-        await self._call("close", self._store.close)
+        return lambda connection: cast(
+            "Transaction", _Faulty(join(connection), "transaction.", self._call)
+        )
 
     async def _call(
-        self, name: str, method: Callable[..., Coroutine[Any, Any, T]], *arguments: Any
+        self,
+        name: str,
+        method: Callable[..., Coroutine[Any, Any, T]],
+        *arguments: Any,
+        **keywords: Any,
     ) -> T:
         logged, fault = self._begin(name, arguments)
         try:
             if fault is not None and fault.moment is Moment.BEFORE:
                 raise fault.make_error(logged.call)
-            answer = await method(*arguments)
+            answer = await method(*arguments, **keywords)
             if fault is not None:
                 raise fault.make_error(logged.call)
         except BaseException as error:
@@ -273,93 +217,3 @@ class FaultyStore:
             logged = LoggedCall(call, None if fault is None else fault.moment)
             self._log.append(logged)
             return logged, fault
-
-
-class FaultyOutbox:
-    """The outbox of a `FaultyStore`; its methods are named `outbox.claim` and so on."""
-
-    def __init__(self, outbox: Outbox, call: Callable[..., Coroutine[Any, Any, Any]]) -> None:
-        self._outbox = outbox
-        self._call = call
-
-    @property
-    def hints(self) -> Hints:
-        """Those of the wrapped outbox; they never fail."""
-        return self._outbox.hints
-
-    async def claim(self, claim: EntryClaim) -> ClaimedEntries:
-        """Takes due entries."""
-        found: ClaimedEntries = await self._call("outbox.claim", self._outbox.claim, claim)
-        return found
-
-    async def write(self, writes: Sequence[EntryWrite]) -> list[Decision]:
-        """Writes what became of entries, and what begins."""
-        decisions: list[Decision] = await self._call("outbox.write", self._outbox.write, writes)
-        return decisions
-
-    async def extend(self, token: bytes, ids: Sequence[int], lease_ms: int) -> list[Decision]:
-        """Extends leases."""
-        decisions: list[Decision] = await self._call(
-            "outbox.extend", self._outbox.extend, token, ids, lease_ms
-        )
-        return decisions
-
-    async def read(self, number: int) -> StoredEntry | None:
-        """One entry."""
-        found: StoredEntry | None = await self._call("outbox.read", self._outbox.read, number)
-        return found
-
-    async def list_entries(self, query: EntryQuery) -> list[StoredEntry]:
-        """Entries for an operator."""
-        found: list[StoredEntry] = await self._call(
-            "outbox.list_entries", self._outbox.list_entries, query
-        )
-        return found
-
-    async def operate(self, number: int, command: EntryCommand) -> Decision:
-        """Applies an operator's command."""
-        decision: Decision = await self._call(
-            "outbox.operate", self._outbox.operate, number, command
-        )
-        return decision
-
-
-# Every method of the ports, by name.
-METHODS: Final = (
-    "commit",
-    "extend",
-    "record_step",
-    "read",
-    "last_outcome",
-    "list_records",
-    "list_abandoned",
-    "list_resumable",
-    "take_over",
-    "operate",
-    "sweep",
-    "close",
-    "outbox.claim",
-    "outbox.write",
-    "outbox.extend",
-    "outbox.read",
-    "outbox.list_entries",
-    "outbox.operate",
-    "transaction.begin",
-    "transaction.keep",
-    "transaction.undo",
-    "transaction.lock",
-    "transaction.look",
-    "transaction.claim",
-    "transaction.sees_changes",
-    "transaction.settle",
-    "transaction.stage",
-    "transaction.fate",
-    "transaction.record_step",
-    "transaction.step_fate",
-)
-
-if TYPE_CHECKING:
-
-    def _is_a_store(store: FaultyStore) -> Store:
-        """Fails the type check when the port changes and the wrapper does not."""
-        return store

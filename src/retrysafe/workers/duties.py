@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
-from retrysafe.core.events import Reporter
+from retrysafe.core.events import EventKind, Reporter
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import SweepReport
 from retrysafe.core.pace import rest_of_command
@@ -82,7 +82,7 @@ def duties_of(
     return {
         "recovery": RecoveryDuty(recovery, pool, policy.interval),
         "abandoned": ReportDuty(recovery, policy.report_interval),
-        "sweep": SweepDuty(store, clock),
+        "sweep": SweepDuty(store, clock, report),
     }
 
 
@@ -227,8 +227,11 @@ class ReportDuty:
 class SweepDuty:
     """Removes what is past its window, and tends the partitions of a store that has some."""
 
-    def __init__(self, store: Store, clock: LocalClock) -> None:
+    def __init__(self, store: Store, clock: LocalClock, report: Reporter) -> None:
         self._store = store
+        self._report = report
+        # Since the last time that nothing was left.
+        self._removed = 0
         self._clock = clock
         self._total = SweepReport()
         self._sweeper = Sweeper(store, clock, on_round=self._add, on_outage=_log_outage)
@@ -263,6 +266,10 @@ class SweepDuty:
         total.partitions += report.partitions
         total.entries += report.entries
         total.has_more = report.has_more
+        self._removed += report.keys + report.outcomes + report.entries
+        if not report.has_more:
+            removed, self._removed = self._removed, 0
+            self._report.worked(EventKind.SWEPT, removed)
 
 
 def _log_outage(error: StoreUnavailable) -> None:

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, Final
 
 from retrysafe.core.call import Call
-from retrysafe.core.events import ENDING_KINDS, EventKind
+from retrysafe.core.events import ENDING_KINDS, EventKind, trace_of
 from retrysafe.core.keys.canonical import Part
 from retrysafe.core.keys.key import Key, checked_secret, child_key
 from retrysafe.core.model import (
@@ -28,7 +28,7 @@ from retrysafe.core.model import (
 from retrysafe.core.outbox.staging import Staging
 from retrysafe.core.policy import InFlight
 from retrysafe.core.ports import Ports, Transaction
-from retrysafe.core.replay import in_flight, replayed_value, reused
+from retrysafe.core.replay import gone, in_flight, replayed_value, reused
 from retrysafe.core.settings import Settings
 from retrysafe.core.values import codec
 from retrysafe.errors import ClaimLost, InvalidInput, OperationInFlight, OutcomeMissing
@@ -86,6 +86,7 @@ def settlement_of(
     )
     if call.nothing_happened is not None and kind is not SettleKind.COMPLETE:
         settlement.nothing_happened = call.nothing_happened(came_to)
+    settlement.drops_arguments = call.arguments is not None or call.recovers is not None
     return settlement
 
 
@@ -119,6 +120,7 @@ class AtomicBlock:
         # The replayed outcome as it is stored, and for how long it may be remembered.
         self.replayed_payload: Payload | None = None
         self.replayed_ms = 0
+        self.replayed_trace = ""
         self._run_times = ports.run_times
         self._began_monotonic = 0.0
         # Whether observers hear of the call from here, and not from whoever made the block.
@@ -164,7 +166,11 @@ class AtomicBlock:
                     self.call.waiters.leave(self)
             if answer.decision is Decision.REPLAY:
                 self.attempt = answer.attempt
+                self.replayed_trace = trace_of(answer.owner)
+                self.call.progress.replays(self.replayed_trace)
                 self._tell(EventKind.REPLAYED)
+                if answer.payload is None:
+                    raise gone(self.call, answer.state)
                 self._value = replayed_value(self.call, answer.payload)
                 self.replayed = True
                 self.replayed_payload = answer.payload
@@ -199,7 +205,7 @@ class AtomicBlock:
             self._token,
             policy.lease_ms,
             call.operation,
-            self._owner,
+            self.call.progress.owner(self._owner),
             takes_corrections=call.nothing_happened is not None,
         )
         wait_until: float | None = None

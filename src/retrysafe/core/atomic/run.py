@@ -31,11 +31,8 @@ _KINDS: Final = {Ending.SUCCEEDED: SettleKind.COMPLETE, Ending.FAILED: SettleKin
 C = TypeVar("C")
 
 
-class AtomicAttempt(Generic[C]):
-    """One run of an operation in a transaction: everything written on `connection` is part of it.
-
-    The transaction is committed with the outcome, or rolled back; the operation does neither.
-    """
+class InTransaction(Generic[C]):
+    """What is written on `connection` commits with the outcome, or is rolled back with it."""
 
     __slots__ = ("_block", "connection")
 
@@ -49,6 +46,24 @@ class AtomicAttempt(Generic[C]):
         return self._block.call.key
 
     @property
+    def outbox(self) -> Staging:
+        """Takes entries that are committed with the outcome, and delivered after it."""
+        return self._block.outbox
+
+    def child_key(self, *parts: Part) -> str:
+        """The key for a call downstream; raises `SecretMissing`."""
+        return self._block.child_key(*parts)
+
+
+class AtomicAttempt(InTransaction[C]):
+    """One run of an operation in a transaction: everything written on `connection` is part of it.
+
+    The transaction is committed with the outcome, or rolled back; the operation does neither.
+    """
+
+    __slots__ = ()
+
+    @property
     def operation(self) -> str:
         """What the record is listed under."""
         return self._block.call.operation
@@ -57,15 +72,6 @@ class AtomicAttempt(Generic[C]):
     def number(self) -> int:
         """Which attempt this is; one that was rolled back does not count."""
         return self._block.attempt
-
-    @property
-    def outbox(self) -> Staging:
-        """Takes entries that are committed with the outcome, and delivered after it."""
-        return self._block.outbox
-
-    def child_key(self, *parts: Part) -> str:
-        """The key for a call downstream; raises `SecretMissing`."""
-        return self._block.child_key(*parts)
 
 
 AtomicInvoke = Callable[[AtomicAttempt[Any]], Awaitable[Any]]
@@ -158,9 +164,10 @@ class AtomicRunner:
         self._report(EventKind.STORE_UNAVAILABLE, call, detail=flight.outage)
         return StoreUnavailable(flight.outage, key=call.key.text)
 
-    def started(self, flight: Flight) -> None:
+    def started(self, flight: Flight, trace: str) -> None:
         """The key is claimed: followers no longer wait for the claim."""
         flight.began_monotonic = self._monotonic()
+        flight.trace = trace
         self._flights.enter(flight, Phase.RUNNING)
 
     def block(self, call: Call, connection: Any) -> AtomicBlock:
@@ -214,13 +221,14 @@ class _AtomicRun:
 
     def _replay(self, block: AtomicBlock) -> None:
         self.is_replay = True
+        self._flight.trace = block.replayed_trace
         self.value = block.value
         self.payload = block.replayed_payload
         self.remaining_ms = block.replayed_ms
 
     async def _operate(self, block: AtomicBlock, connection: Any) -> None:
         call, lead = self.call, self._lead
-        lead.started(self._flight)
+        lead.started(self._flight, call.progress.trace)
         try:
             self.value = await self._invoke(AtomicAttempt(block, connection))
         except Exception as error:

@@ -14,6 +14,7 @@ from retrysafe.core.outbox.entries import (
     EntryCommand,
     EntryQuery,
     EntryStart,
+    EntryState,
     EntryWrite,
     Hints,
     StoredEntry,
@@ -28,6 +29,7 @@ from retrysafe.core.outbox.entries import (
     operated,
     written,
 )
+from retrysafe.core.size import COUNT_LIMIT
 from retrysafe.reentry import ReentrantLock
 
 
@@ -68,6 +70,18 @@ class MemoryOutbox:
         if self._is_staged:
             self._is_staged = False
             self.hints.tell()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    async def measure(self) -> tuple[int, int, float]:
+        """How many wait, how many are dead, and how late the first is, in seconds."""
+        with self._lock():
+            entries, now_ms = list(self._entries.values()), self._now_ms()
+        waiting = [entry for entry in entries if entry.state is EntryState.WAITING]
+        dead = sum(entry.state is EntryState.DEAD for entry in entries)
+        due_at_ms = min((entry.due_at_ms for entry in waiting), default=now_ms)
+        return min(len(waiting), COUNT_LIMIT), dead, max(0, now_ms - due_at_ms) / 1000
 
     # The port.
 

@@ -36,6 +36,7 @@ from retrysafe.core.model import (
     SweepReport,
 )
 from retrysafe.core.ports import Capabilities, ClaimResult, ExtendResult, SettleResult, Waits
+from retrysafe.core.size import StoreSize, TableSize
 from retrysafe.errors import StoreError
 from retrysafe.reentry import ReentrantLock, new_lock, unheld
 from retrysafe.stores.clock import wall_clock_ms
@@ -136,6 +137,8 @@ class MemoryStore:
                 self.outbox.insert(settlement.entries, settlement.key, now_ms)
             self._records[digest] = changed
             self._half_written.pop(digest, None)
+            if settlement.drops_arguments:
+                self._arguments.pop(digest, None)
         return answer
 
     async def extend(
@@ -315,6 +318,21 @@ class MemoryStore:
             return SweepReport(
                 min(limit, len(outlived)), min(limit, len(past)), has_more, entries=entries
             )
+
+    async def measure(self) -> StoreSize:
+        """How many rows there are; memory is not measured."""
+        waiting, dead, oldest_seconds = await self.outbox.measure()
+        return StoreSize(
+            {
+                "keys": TableSize(len(self._records)),
+                "outcomes": TableSize(sum(map(len, list(self._outcomes.values())))),
+                "steps": TableSize(sum(map(len, list(self._steps.values())))),
+                "outbox": TableSize(len(self.outbox)),
+            },
+            outbox_waiting=waiting,
+            outbox_dead=dead,
+            outbox_oldest_seconds=oldest_seconds,
+        )
 
     async def close(self) -> None:
         """Keeps everything: another object may share this store."""

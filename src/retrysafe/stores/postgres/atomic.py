@@ -167,7 +167,7 @@ class PostgresTransaction:
         for _ in range(_ROUNDS_LIMIT):
             inserted = await self._fetch("insert_record", *rows.claim_row(request))
             if inserted:
-                return rows.admitted(request, inserted[0][0])
+                return transitions.admitted(request, inserted[0][0])
             found = await self._read(key)
             if found is None:
                 continue  # Swept away in between, so the key is free again.
@@ -217,6 +217,7 @@ class PostgresTransaction:
             payload.body,
             self._lock_number(settlement.key),
             settlement.nothing_happened,
+            settlement.drops_arguments,
         )
         if settled:
             self._transaction_id = str(settled[0][0])

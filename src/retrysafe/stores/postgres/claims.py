@@ -21,7 +21,7 @@ from retrysafe.errors import DigestCollision, StoreRejected
 from retrysafe.stores.postgres.contended import ROUNDS_LIMIT, Contended, kept_changing
 from retrysafe.stores.postgres.drivers.port import Locked
 from retrysafe.stores.postgres.reading import NO_RECORD, Found, Reader
-from retrysafe.stores.postgres.rows import admitted, columns_of, in_flight, split
+from retrysafe.stores.postgres.rows import columns_of, in_flight, split
 from retrysafe.stores.postgres.schema import LOCK_WAIT
 from retrysafe.stores.postgres.statements import Fetch, Statements
 
@@ -98,7 +98,7 @@ class Claims:
         for request in claims:
             # A second claim of the key in the same batch must meet the first one's record.
             now_ms = left.pop(request.key.digest, None)
-            results.append(None if now_ms is None else admitted(request, now_ms))
+            results.append(None if now_ms is None else transitions.admitted(request, now_ms))
         self._weigh(len(claims) - 2 * len(admissions))
         unread = [
             request.key.digest
@@ -200,7 +200,7 @@ class Claims:
                         return in_flight()  # In a transaction that nobody else can look into.
                     # Swept away in between, so the key is free again.
                     for now_ms in (await contended.write([request], [])).admissions.values():
-                        return admitted(request, now_ms)
+                        return transitions.admitted(request, now_ms)
                 else:
                     verdict = judged(request, found, 0)
                     if not isinstance(verdict, Takeover):

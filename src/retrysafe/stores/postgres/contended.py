@@ -119,7 +119,7 @@ class Contended:
         digests.update(item.key.digest for item in settlements)
         return (
             len(digests) == len(claims) + len(settlements)
-            and not any(item.entries for item in settlements)
+            and not any(item.entries or item.drops_arguments for item in settlements)
             and all(request.arguments is None for request in claims)
             and not self.busy_keys.knows_any(digests)
         )
@@ -149,7 +149,7 @@ class Contended:
                 found = await self._write_part(write, *part)
                 written.admissions.update(found.admissions)
                 written.ended.update(found.ended)
-                if found.ended and write == self._settle_staged:
+                if found.ended and any(item.entries for item in ends):
                     self._outbox.hints.tell()
         return written
 
@@ -158,12 +158,13 @@ class Contended:
     ) -> Iterator[tuple[Write, Collection[ClaimRequest], Collection[Settlement]]]:
         """What brings more than a row goes in statements of its own.
 
-        Those are endings with their entries, and claims with their arguments.
+        Those are endings with their entries or the arguments that they drop, and claims with their
+        arguments.
         """
-        staged = [item for item in endings if item.entries]
+        staged = [item for item in endings if item.entries or item.drops_arguments]
         if staged:
             yield self._settle_staged, (), staged
-            endings = [item for item in endings if not item.entries]
+            endings = [item for item in endings if not (item.entries or item.drops_arguments)]
         resumable = [request for request in claims if request.arguments is not None]
         if resumable:
             yield self._claim_resumable, resumable, ()

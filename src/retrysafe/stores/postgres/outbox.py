@@ -81,7 +81,7 @@ class PostgresOutbox:
         self._fetch = fetch
 
     async def settle_staged(self, fetch: Fetch, endings: Iterable[Settlement]) -> set[bytes]:
-        """Ends attempts together with their entries; the digests whose row was written.
+        """Ends attempts with their entries and arguments; the digests whose row was written.
 
         Whoever calls it tells the hints, once the entries are committed.
         """
@@ -102,6 +102,7 @@ class PostgresOutbox:
             [item.key.digest for item in ends for _ in item.entries],
             *entry_columns(entries),
             [item.nothing_happened for item in ends],
+            [item.drops_arguments for item in ends],
         )
         return {bytes(digest) for (digest,) in rows}
 

@@ -139,18 +139,6 @@ def replacement(
     )
 
 
-def admitted(request: ClaimRequest, now_ms: int) -> ClaimAnswer:
-    """The answer to the claim of a key that had no row."""
-    return ClaimAnswer(
-        Decision.ADMIT,
-        Condition.ABSENT,
-        attempt=1,
-        remaining_ms=request.lease_ms,
-        lease_ends_at_ms=now_ms + request.lease_ms,
-        state=State.PENDING,
-    )
-
-
 def in_flight() -> ClaimAnswer:
     """The answer to the claim of a key that an open transaction holds."""
     return ClaimAnswer(

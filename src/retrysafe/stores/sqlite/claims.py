@@ -13,14 +13,11 @@ from typing import Any, Final
 
 from retrysafe.core import transitions
 from retrysafe.core.model import (
-    ClaimAnswer,
     ClaimRequest,
-    Condition,
     Decision,
     Extension,
     Payload,
     Record,
-    State,
 )
 from retrysafe.core.ports import ClaimResult, ExtendResult
 from retrysafe.errors import StoreError
@@ -55,7 +52,7 @@ def claim(
             # A second claim of this key in the same batch must meet the first one's record.
             existing.add(digest)
             fresh += _key_row(request, now_ms)
-            answers[position] = _admitted(request, now_ms)
+            answers[position] = transitions.admitted(request, now_ms)
             if request.arguments is not None:
                 recovery.keep(connection, digest, now_ms, request.arguments)
     if fresh:
@@ -84,17 +81,6 @@ def _key_row(request: ClaimRequest, now_ms: int) -> tuple[Any, ...]:
     )
 
 
-def _admitted(request: ClaimRequest, now_ms: int) -> ClaimAnswer:
-    return ClaimAnswer(
-        Decision.ADMIT,
-        Condition.ABSENT,
-        attempt=1,
-        remaining_ms=request.lease_ms,
-        lease_ends_at_ms=now_ms + request.lease_ms,
-        state=State.PENDING,
-    )
-
-
 def _claim_one(
     connection: sqlite3.Connection, request: ClaimRequest, now_ms: int, grace: Grace | None
 ) -> ClaimResult:
@@ -102,7 +88,7 @@ def _claim_one(
     if inserted.rowcount == 1:
         if request.arguments is not None:
             recovery.keep(connection, request.key.digest, now_ms, request.arguments)
-        return _admitted(request, now_ms)
+        return transitions.admitted(request, now_ms)
     record = rows.select(connection, request.key.digest)
     return _decide(connection, record, request, now_ms, grace)
 

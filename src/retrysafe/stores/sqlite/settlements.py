@@ -37,6 +37,8 @@ def settle(
         # Not when it only confirms: the entries came with the ending that it confirms.
         if item.entries and answer == _APPLIED:
             outbox.insert(connection, item.entries, item.key, now_ms)
+        if item.drops_arguments and answer == _APPLIED:
+            connection.execute(SQL["delete_arguments"], (item.key.digest,))
     return answers
 
 

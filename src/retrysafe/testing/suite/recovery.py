@@ -29,6 +29,7 @@ from retrysafe.testing.suite.probe import (
     key_of,
     kind_name,
     request,
+    settlement,
 )
 
 FIRST = Payload("json.1", b"", b'[["order-1"],{}]')
@@ -144,6 +145,32 @@ class RecoveryCases(SuiteBase):
         assert probe.sweep().keys == 1
         probe.hold()
         assert probe.read().arguments is None
+
+    def test_an_ending_that_says_so_takes_its_arguments_along(self, probe: Probe) -> None:
+        """Those of its own key, and only if it is applied."""
+        keys = [key_of(f"key-{number}") for number in range(3)]
+        tokens = [probe.hold(key, arguments=FIRST) for key in keys]
+        wishes = [
+            settlement(kind, key, token)
+            for kind, key, token in zip(
+                (SettleKind.COMPLETE, SettleKind.FAIL, SettleKind.COMPLETE),
+                keys,
+                (*tokens[:2], mint_token()),
+                strict=True,
+            )
+        ]
+        for wish in wishes:
+            wish.drops_arguments = True
+        # In a batch, and alone.
+        _, answers = probe.commit([], wishes[1:])
+        assert [getattr(item, "decision", item) for item in answers] == [
+            Decision.APPLY,
+            Decision.LOST,
+        ]
+        assert probe.read(keys[0]).arguments == FIRST
+        assert probe.settle(wishes[0]).decision is Decision.APPLY
+        assert probe.read(keys[0]).arguments is probe.read(keys[1]).arguments is None
+        assert probe.read(keys[2]).arguments == FIRST
 
     def test_a_sweep_removes_the_arguments_of_what_has_ended(self, probe: Probe) -> None:
         """For good: a released, a running and an abandoned key keep theirs."""

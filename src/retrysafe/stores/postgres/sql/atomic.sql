@@ -92,6 +92,9 @@ WITH clock AS MATERIALIZED (
     SELECT
         digest, token, attempt, state, $6::text, $7::bytea, $8::bytea, settled_at_ms, audit_ends_at_ms
     FROM settled
+), dropped AS (
+    DELETE FROM {schema}.arguments
+    WHERE $11::boolean AND digest IN (SELECT digest FROM settled)
 )
 SELECT pg_current_xact_id()::text, pg_try_advisory_xact_lock_shared($9::bigint) FROM settled;
 

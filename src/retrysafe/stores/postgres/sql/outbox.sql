@@ -2,8 +2,9 @@
 -- statement its own transaction, and work behind PgBouncer. Time is always the server's clock.
 
 -- name: settle_staged
--- Ends attempts and stages their entries in the same transaction. As in the statement for a whole
--- batch, an attempt whose token no longer holds its key is skipped, and its entries with it.
+-- Ends attempts, stages their entries and drops their arguments in the same transaction. As in the
+-- statement for a whole batch, an attempt whose token no longer holds its key is skipped, and what
+-- comes with it.
 WITH clock AS MATERIALIZED (
     SELECT {now_ms} AS now_ms, set_config('lock_timeout', '{lock_wait}', true)
 ), settled AS (
@@ -16,12 +17,15 @@ WITH clock AS MATERIALIZED (
             CASE WHEN w.nothing_happened AND NOT k.is_uncertain THEN k.token END
     FROM clock AS c, unnest(
         $1::bytea[], $2::bytea[], $3::smallint[], $4::bigint[], $5::bigint[],
-        $6::text[], $7::bytea[], $8::bytea[], $16::boolean[]
-    ) AS w (digest, token, state, active_ms, audit_ms, form, head, body, nothing_happened)
+        $6::text[], $7::bytea[], $8::bytea[], $16::boolean[], $17::boolean[]
+    ) AS w (
+        digest, token, state, active_ms, audit_ms, form, head, body, nothing_happened,
+        drops_arguments
+    )
     WHERE k.digest = w.digest AND k.token = w.token AND k.state = 1
     RETURNING
         k.digest, k.token, k.attempt, k.state, w.form, w.head, w.body,
-        k.settled_at_ms, k.audit_ends_at_ms, k.caller, k.key
+        k.settled_at_ms, k.audit_ends_at_ms, k.caller, k.key, w.drops_arguments
 ), stored AS (
     INSERT INTO {schema}.outcomes (
         digest, token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
@@ -29,6 +33,9 @@ WITH clock AS MATERIALIZED (
     SELECT digest, token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
     FROM settled
     WHERE form IS NOT NULL
+), dropped AS (
+    DELETE FROM {schema}.arguments
+    WHERE digest IN (SELECT digest FROM settled WHERE drops_arguments)
 ), staged AS (
     -- Sorted before the numbers are given out: the order of staging is the order of delivery.
     INSERT INTO {schema}.outbox (

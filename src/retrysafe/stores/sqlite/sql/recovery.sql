@@ -15,7 +15,8 @@ WHERE retrysafe_arguments.first_claimed_at_ms <> excluded.first_claimed_at_ms;
 SELECT form, head, body FROM retrysafe_arguments WHERE digest = ? AND first_claimed_at_ms = ?;
 
 -- name: delete_arguments
--- Removes the arguments of a key, in the transaction that removes the key or starts its new life.
+-- Removes the arguments of a key, in the transaction that ends its operation, removes the key or
+-- starts its new life.
 DELETE FROM retrysafe_arguments WHERE digest = ?;
 
 -- name: select_abandoned
