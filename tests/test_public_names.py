@@ -92,6 +92,7 @@ PUBLIC_NAMES = {
     "retrysafe.stores": ["Condition", "MemoryStore", "PostgresStore", "SqliteStore", "open_store"],
     "retrysafe.dashboard": ["Dashboard"],
     "retrysafe.observe": ["Event", "EventKind", "EventLog", "Progress", "Result"],
+    "retrysafe.observe.opentelemetry": ["OpenTelemetryMetrics", "OpenTelemetryTraces"],
     "retrysafe.observe.prometheus": ["PrometheusMetrics"],
     "retrysafe.workers": ["AsyncWorker", "Worker", "WorkerPolicy"],
     "retrysafe.transactions": ["is_conflict", "retry_serialization"],

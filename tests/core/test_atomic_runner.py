@@ -411,3 +411,20 @@ def test_a_commit_that_fails_is_no_execution():
         with pytest.raises((ValueError, StoreUnavailable)):
             desk.answer(seven)
         assert desk.world.heard.results == [result]
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_replay_hears_of_the_trace_of_its_first_run(cache):
+    desk = Desk(cache=cache)
+    heard = []
+
+    def hear(event):
+        if event.kind == "called":
+            event.call.trace = f"trace-{len(heard)}"
+        elif event.kind == "answered":
+            heard.append(event.call.first_trace)
+
+    desk.world.first.ports.report._emit = hear
+    for _ in range(3):
+        desk.answer(seven)
+    assert heard == ["", "trace-0", "trace-0"]

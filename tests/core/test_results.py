@@ -12,7 +12,7 @@ from retrysafe.core.model import ClaimAnswer, Condition, Decision, Ending
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.errors import ClaimLost, StoreRejected, StoreUnavailable
 from tests.core.building import KEY, OTHER_MARK, call
-from tests.core.driving import Fault, World
+from tests.core.driving import Fault, World, drive
 from tests.core.sample_types import Declined
 
 DOWN = StoreUnavailable("down")
@@ -182,8 +182,10 @@ def test_where_nobody_listens_nothing_is_noted():
     Reporter(None).tell_begin(made)
     made.progress.begin_wait()
     made.progress.end_claim(1.0)
+    made.progress.replays("trace")
     Reporter(None).end(made)
     assert (UNFOLLOWED.wait_began_monotonic, UNFOLLOWED.claim_seconds) == (None, None)
+    assert UNFOLLOWED.first_trace == ""
     # One who hears of the first event only, and one who hears of the last only.
     for kind in (EventKind.CALLED, EventKind.ANSWERED):
         heard: list[Event] = []
@@ -220,3 +222,40 @@ def test_a_record_without_its_outcome_is_a_replay():
 
     world.first.engine._writer.claim = answered
     assert ended(world, call()) is Result.REPLAYED
+
+
+def traced(world: World) -> list[Progress]:
+    """Has every call bring a trace of its own; gives those that were answered."""
+    answered: list[Progress] = []
+
+    def hear(event: Event) -> None:
+        if event.kind is EventKind.CALLED:
+            event.call.trace = f"trace-{len(answered)}"
+        elif event.kind is EventKind.ANSWERED:
+            answered.append(event.call)
+
+    world.first.ports.report._emit = hear
+    return answered
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_replay_hears_of_the_trace_of_its_first_run(cache):
+    """From the store and from memory; it is stored with the owner of the claim."""
+    world = World(cache=cache)
+    answered = traced(world)
+    for _ in range(3):
+        world.first.answer(call())
+    assert [item.first_trace for item in answered] == ["", "trace-0", "trace-0"]
+    stored = drive(world.store.read(KEY))
+    assert stored.record.owner == "host:1 trace-0"
+
+
+def test_a_follower_hears_of_the_trace_of_its_leader():
+    world = World()
+    answered = traced(world)
+    leader = world.first.start(call(), world.first.pausing(7))
+    follower = world.first.start(call(policy=WAITING))
+    leader.step()
+    follower.step()
+    assert follower.value.replayed
+    assert answered[-1].first_trace == "trace-0"

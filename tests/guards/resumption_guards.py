@@ -55,7 +55,13 @@ RESUMPTION_GUARDS: tuple[Guard, ...] = (
     Guard(
         "one request runs under the claim of a worker",
         "another request that the application sends itself runs without a claim of its own",
-        (InCode(Resumption.plan, "if self.is_taken or", "if"),),
-        properties.test_another_request_inside_a_resumed_one_does_not_run_under_its_claim,
+        (InCode(Resumption.plan, "if self.is_taken or is_other:", "if is_other:"),),
+        properties.test_a_request_inside_a_resumed_one_does_not_run_under_its_claim,
+    ),
+    Guard(
+        "a resumed request is known by its path",
+        "another request of the route is run in its place, and its response kept for it",
+        (InCode(Resumption.plan, " or request.path != self.request.seen_path", ""),),
+        properties.test_a_resumed_request_runs_at_its_own_path,
     ),
 )

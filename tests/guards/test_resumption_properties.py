@@ -69,36 +69,65 @@ def test_no_credential_can_be_listed():
         Resumable(headers=("Cookie",))
 
 
-@on_a_loop
-async def test_another_request_inside_a_resumed_one_does_not_run_under_its_claim():
-    """An application may send itself a copy of the scope, for another path of the route."""
-    shop = Shop(Rule(path="/charges/{id}", resumable=True))
-    inner: list[int] = []
+class Copies(Shop):
+    """A route of many paths, and an application that sends copies of a request's scope."""
 
-    async def endpoint(scope, receive, send):
-        if scope["path"] == "/charges/1" and not shop.seen:
-            shop.seen.append({})
+    def __init__(self) -> None:
+        super().__init__(Rule(path="/charges/{id}", resumable=True))
+        # Which paths have run, and what copies were answered.
+        self.paths: list[str] = []
+        self.answers: list[int] = []
+        self.app = None
+
+    async def copy(self, scope, receive, path: str) -> None:
+        async def note(message):
+            if "status" in message:
+                self.answers.append(message["status"])
+
+        copied = {key: value for key, value in scope.items() if key != PROTECTED_NAME}
+        await self.app(copied | {"path": path, "raw_path": path.encode()}, receive, note)
+
+    async def endpoint(self, scope, receive, send):
+        self.paths.append(scope["path"])
+        if len(self.paths) == 1:
             raise Died
-        if scope["path"] == "/charges/1":
-            copied = {key: value for key, value in scope.items() if key != PROTECTED_NAME}
-
-            async def note(message):
-                inner.append(message.get("status", 0))
-
-            await protected[-1](copied | {"path": "/charges/2", "state": {}}, receive, note)
-        else:
-            inner.append(-1)
+        if len(self.paths) == 2 and self.sends_copies:
+            await self.copy(scope | {"state": {}}, receive, scope["path"])
         await send({"type": "http.response.start", "status": 201, "headers": []})
         await send({"type": "http.response.body"})
 
-    shop.endpoint = endpoint
-    protected: list = []
+    sends_copies = False
 
-    def noted(app):
-        protected.append(app)
+    def around(self, app):
+        """The application itself, for what it sends to itself."""
+        self.app = app
         return app
 
+
+@on_a_loop
+async def test_a_request_inside_a_resumed_one_does_not_run_under_its_claim():
+    """Also one that is its copy: it would be a second run of one attempt."""
+    shop = Copies()
+    shop.sends_copies = True
     await shop.die(path="/charges/1")
-    assert (await shop.work(noted)).resumed == 1
-    assert inner[0] == 401
-    assert -1 not in inner
+    assert (await shop.work(shop.around)).resumed == 1
+    assert (shop.paths, shop.answers) == (["/charges/1"] * 2, [401])
+
+
+@on_a_loop
+async def test_a_resumed_request_runs_at_its_own_path():
+    """A layer around the protection may send another one of the same route first."""
+    shop = Copies()
+    await shop.die(path="/charges/1")
+
+    def asking_first(app):
+        shop.app = app
+
+        async def ask_first(scope, receive, send):
+            await shop.copy(scope, receive, "/charges/2")
+            await app(scope, receive, send)
+
+        return ask_first
+
+    assert (await shop.work(asking_first)).resumed == 1
+    assert (shop.paths, shop.answers) == (["/charges/1"] * 2, [401])

@@ -21,7 +21,8 @@ from retrysafe.core.keys.key import Key
 from retrysafe.core.size import StoreSize, TableSize
 from retrysafe.observe import gauges as gauges_module
 from retrysafe.observe.gauges import CACHED_SECONDS, LOST_SECONDS, StoreGauges
-from retrysafe.observe.prometheus import OPERATIONS_LIMIT, PrometheusMetrics, quantile
+from retrysafe.observe.prometheus import OPERATIONS_LIMIT, PrometheusMetrics
+from retrysafe.observe.quantiles import quantile
 from retrysafe.observe.running import PLACES, RunningSet
 from retrysafe.observe.windows import WINDOW_SECONDS, DedupWindow, KeyRate
 from retrysafe.stores import MemoryStore, open_store

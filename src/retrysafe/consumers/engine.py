@@ -17,6 +17,7 @@ from retrysafe.consumers.deadlines import Deadline
 from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.call import Answer, Call
+from retrysafe.core.events import MessageFacts
 from retrysafe.core.keys.fingerprint import FingerprintRule
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import Ending
@@ -41,6 +42,7 @@ __all__ = (
     "FingerprintRule",
     "Idempotency",
     "Key",
+    "MessageFacts",
     "Policy",
     "ThreadEngine",
     "engine_of",

@@ -19,6 +19,7 @@ from retrysafe.consumers.engine import (
     AsyncEngine,
     Call,
     Ending,
+    MessageFacts,
     Policy,
     ThreadEngine,
     hold_deadline,
@@ -105,6 +106,7 @@ class Judge:
                 policy=self._policy,
                 rule=self._handler.fingerprint,
             )
+            call.message = MessageFacts(self._names[0], message.identity, message.headers)
             answer = await self._answer(call, message, deadline, run)
         except Exception as error:
             return self._verdict(message, error, run, tries)

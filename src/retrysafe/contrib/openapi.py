@@ -101,6 +101,8 @@ def description_of(route: Route, protection: Protection, *, has_callers: bool) -
         duplicate = f"waits for its response up to {spoken(route.policy.wait_limit)}, then gets 409"
     else:
         duplicate = "gets 409"
+    if route.accepts_first:
+        text += "The first request, too, gets 202 with the URL where its outcome can be read. "
     text += (
         "A retry gets the first response again, marked with `Idempotent-Replayed: true`, for "
         f"{retention} after the first one. A duplicate of a request that still runs {duplicate}."
@@ -123,7 +125,7 @@ def description_of(route: Route, protection: Protection, *, has_callers: bool) -
                 "example": _EXAMPLE,
             }
         )
-    may_accept = responds_async(rule)
+    may_accept = responds_async(rule) or route.accepts_first
     parameters.append(_preference(may_accept=may_accept))
     known = protection.shipped_caller
     security = None

@@ -23,13 +23,14 @@ NEW_LIMIT: Final = 1_000
 NEW_BYTES_SHARE: Final = 4
 
 
-# An outcome as it is kept: when it ends, its attempt, its operation, its payload, and the pairs of
-# rule and digest that tell its request. A plain tuple of plain values, because the garbage
-# collector forgets such a tuple; objects of our own it would walk over again and again, which cost
-# more than everything else that is done for a finished operation.
+# An outcome as it is kept: when it ends, its attempt, its operation, its payload, the trace of its
+# run, and the pairs of rule and digest that tell its request. A plain tuple of plain values: the
+# garbage collector forgets such a tuple; objects of our own it would walk over again and again,
+# which cost more than everything else that is done for a finished operation.
 Kept = tuple[Any, ...]
 _PAYLOAD: Final = slice(3, 6)
-_FIRST_PAIR: Final = 6
+_TRACE: Final = 6
+_FIRST_PAIR: Final = 7
 
 
 class CachedOutcome:
@@ -57,6 +58,12 @@ class CachedOutcome:
     def payload(self) -> Payload:
         """What is replayed."""
         return Payload(*self.kept[_PAYLOAD])
+
+    @property
+    def trace(self) -> str:
+        """In which trace it was made; empty for none."""
+        trace: str = self.kept[_TRACE]
+        return trace
 
     @property
     def fingerprints(self) -> tuple[Fingerprint, ...]:
@@ -126,6 +133,7 @@ class ReplayCache:
         attempt: int,
         asked_monotonic: float,
         remaining_ms: int,
+        trace: str = "",
     ) -> None:
         """Remembers the outcome of a request, counted from the instant that the store was asked."""
         seconds = self._seconds
@@ -145,6 +153,7 @@ class ReplayCache:
             payload.form,
             head,
             body,
+            trace,
         )
         for fingerprint in request.fingerprints:
             kept += (fingerprint.rule, fingerprint.digest)

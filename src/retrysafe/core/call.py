@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from retrysafe.core.events import UNFOLLOWED, Progress
+from retrysafe.core.events import UNFOLLOWED, MessageFacts, Progress
 from retrysafe.core.keys.key import Key
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Ending, Fingerprint, Payload
@@ -75,6 +75,8 @@ class Call:
     fails_open: bool = False
     # What observers will be told of it. Shared by all of its levels.
     progress: Progress = UNFOLLOWED
+    # The message that it handles, if it handles one.
+    message: MessageFacts | None = None
 
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from typing import Any, Final
 from retrysafe.core.atomic.run import AtomicRunner, Transacting
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Answer, Call
-from retrysafe.core.events import EventKind
+from retrysafe.core.events import EventKind, trace_of
 from retrysafe.core.flights import Flight, Flights, Phase, Requested, is_same_request
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, Decision, Payload
@@ -172,7 +172,7 @@ class Engine:
         self._check_same(call, cached, "process")
         with self._lock:
             self._cache.move(call.key.digest)
-        return self._replay(call, cached.payload, cached.attempt, "process")
+        return self._replay(call, cached.payload, cached.attempt, "process", cached.trace)
 
     def is_in_flight(self, call: Call) -> bool:
         """Whether the key's operation is known to run, so that no store need be asked of it.
@@ -216,7 +216,7 @@ class Engine:
             token=self._mint_token(),
             lease_ms=call.policy.lease_ms,
             operation=call.operation,
-            owner=self._owner,
+            owner=call.progress.owner(self._owner),
             arguments=call.arguments,
             takes_corrections=call.nothing_happened is not None,
         )
@@ -334,7 +334,7 @@ class Engine:
     def _replay_stored(
         self, flight: Flight, call: Call, answer: ClaimAnswer, asked: float
     ) -> Answer[Any]:
-        payload = answer.payload
+        payload, flight.trace = answer.payload, trace_of(answer.owner)
         flight.active_ms = answer.remaining_ms
         if call.nest is not None:
             call.nest.is_replay, call.nest.active_ms = True, flight.active_ms
@@ -346,7 +346,7 @@ class Engine:
         if self._cache is not None:
             with self._lock:
                 self._cache.move(call.key.digest)
-        return self._replay(call, payload, answer.attempt, "store")
+        return self._replay(call, payload, answer.attempt, "store", flight.trace)
 
     # Admission: a follower waits for its leader's news.
 
@@ -408,7 +408,7 @@ class Engine:
             if call.nest is not None:
                 call.nest.is_replay, call.nest.active_ms = True, flight.active_ms
             try:
-                return self._replay(call, flight.payload, flight.attempt, "process")
+                return self._replay(call, flight.payload, flight.attempt, "process", flight.trace)
             except OperationFailed as error:
                 error.retryable = flight.is_released
                 raise
@@ -422,7 +422,10 @@ class Engine:
 
     # Replays and refusals.
 
-    def _replay(self, call: Call, payload: Payload, attempt: int, source: str) -> Answer[Any]:
+    def _replay(
+        self, call: Call, payload: Payload, attempt: int, source: str, trace: str
+    ) -> Answer[Any]:
+        call.progress.replays(trace)
         self._report(EventKind.REPLAYED, call, attempt, source=source)
         return Answer(replayed_value(call, payload), True, attempt)
 

@@ -7,7 +7,7 @@ Every protected call ends in exactly one `Result`. Its parts note what became of
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
@@ -47,6 +47,9 @@ class EventKind(StrEnum):
     KEY_IGNORED = "key ignored"
     ABANDONED = "abandoned"
     POSTPONED = "postponed"
+    # One try of a step; the detail is its name.
+    STEP_BEGAN = "step began"
+    STEP_ENDED = "step ended"
     # A worker has looked for abandoned claims, and has swept all there was; both say how many.
     LOOKED = "looked"
     SWEPT = "swept"
@@ -112,6 +115,24 @@ def _no_time() -> float:
     return 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class MessageFacts:
+    """The message that a call handles, for traces."""
+
+    # The consumer's name, which begins with the kind of broker: `sqs:payments`.
+    destination: str
+    identity: str | None
+    headers: Mapping[str, str]
+
+
+def trace_of(owner: str) -> str:
+    """The trace context that a claim's owner was stored with; empty for none.
+
+    It stands behind the host and the process, which have no spaces.
+    """
+    return owner.partition(" ")[2]
+
+
 class Progress:
     """What is known of one call so far; its last event tells all of it."""
 
@@ -123,8 +144,10 @@ class Progress:
         "claim_seconds",
         "ending",
         "error",
+        "first_trace",
         "has_told_begin",
         "is_ended",
+        "message",
         "monotonic",
         "notes",
         "operation_began_monotonic",
@@ -133,6 +156,7 @@ class Progress:
         "seconds",
         "settle_seconds",
         "source",
+        "trace",
         "wait_began_monotonic",
         "wait_seconds",
     )
@@ -160,6 +184,12 @@ class Progress:
         self.operation_began_monotonic: float | None = None
         self.wait_began_monotonic: float | None = None
         self._settle_began_monotonic = 0.0
+        # The message that it handles, if it handles one.
+        self.message: MessageFacts | None = None
+        # The trace context that is stored with its claim, and that of the run that it replays: the
+        # ids of trace and span, in hexadecimal, with a dash between them.
+        self.trace = ""
+        self.first_trace = ""
         # What observers remember of the call until it ends, such as its span.
         self.notes: dict[object, Any] | None = None
 
@@ -179,6 +209,14 @@ class Progress:
         elif result in _REASONS:
             self._reason = result
         self.result = result
+
+    def owner(self, owner: str) -> str:
+        """Who claims, with the trace in which it does."""
+        return f"{owner} {self.trace}" if self.trace else owner
+
+    def replays(self, trace: str) -> None:
+        """The call gets the outcome of a run with this trace."""
+        self.first_trace = trace
 
     def end_claim(self, asked_monotonic: float) -> None:
         """The store has answered a claim."""
@@ -242,6 +280,9 @@ class _Unfollowed(Progress):
     def note(self, kind: EventKind) -> None:
         pass
 
+    def replays(self, trace: str) -> None:
+        pass
+
     def end_claim(self, asked_monotonic: float) -> None:
         pass
 
@@ -276,6 +317,8 @@ class Event:
     call: Progress = UNFOLLOWED
     # How many there were, of what a worker has done for the whole store.
     count: int = 0
+    # The class of what a step has raised.
+    error: str = ""
 
     @property
     def caller(self) -> str:
@@ -340,10 +383,11 @@ class Reporter:
         attempt: int = 0,
         detail: str = "",
         call: Progress = UNFOLLOWED,
+        error: str = "",
     ) -> None:
         """Reports what says nothing of how a call ends: a renewal, a step, an abandoned claim."""
         if kind in self.kinds and self._emit is not None:
-            self._emit(Event(kind, key, operation, attempt, detail, call=call))
+            self._emit(Event(kind, key, operation, attempt, detail, call=call, error=error))
 
     def worked(self, kind: EventKind, count: int) -> None:
         """Reports a worker's pass over the whole store, which is about no key."""
@@ -368,6 +412,7 @@ class Reporter:
         if not self.hears_calls or not call.progress.is_ended:
             return False
         call.progress = Progress(monotonic)
+        call.progress.message = call.message
         return True
 
     def tell_begin(self, call: Call) -> None:

@@ -46,6 +46,7 @@ class Flight:
         "outage",
         "payload",
         "phase",
+        "trace",
         "waiters",
     )
 
@@ -75,6 +76,8 @@ class Flight:
         self.payload: Payload | None = None
         # What is left of the payload's active window, where the leader was told of it.
         self.active_ms: int | None = None
+        # The trace of the run that the payload is from.
+        self.trace = ""
         self.waiters: list[Signal] | None = None
 
     def share(self, payload: Payload, attempt: int, *, is_released: bool = False) -> None:

@@ -191,6 +191,8 @@ class ClaimAnswer:
     correction: bytes = b""
     # Whether a corrected request may take the place of the one that is replayed.
     nothing_happened: bool = False
+    # Who made what is replayed; told with a replay only.
+    owner: str = ""
 
 
 @dataclass(slots=True)

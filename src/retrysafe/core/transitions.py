@@ -158,6 +158,7 @@ def _claimed(
             Fingerprint(record.rule, record.fingerprint) if decision is Decision.CONFIRM else None
         ),
         correction=correction_of(record) if decision is Decision.CONFIRM else b"",
+        owner=record.owner if decision is Decision.REPLAY else "",
         nothing_happened=record.nothing_happened and decision is Decision.REPLAY,
     )
 

@@ -95,18 +95,15 @@ async def resume(calls: AsyncCalls, call: Call, request: StoredRequest, app: App
         return await resumption.outcome()
 
     try:
-        answer = await calls.answer_call(call, send)
+        return await calls.answer_call(call, send)
     except asyncio.CancelledError:
-        for resumption, task in sending:
-            resumption.settle()
+        for _, task in sending:
             task.cancel()
         raise
     finally:
-        for resumption, _ in sending:
+        for resumption, task in sending:
             resumption.settle()
-    for _, task in sending:
-        await asyncio.wait((task,))
-    return answer
+            await asyncio.wait((task,))
 
 
 async def _sent(app: App, resumption: TaskResumption) -> None:

@@ -147,6 +147,8 @@ def _route(route: Route) -> dict[str, Any]:
         "in_flight": (ACCEPT if route.accepts_duplicates else policy.in_flight).value,
         "wait_limit_seconds": policy.wait_seconds,
         "responds_async": responds_async(rule),
+        # Whether every first request is answered with 202.
+        "accepts": route.accepts_first,
         "same_request": _counted(route.fingerprint),
         "freed_statuses": _ranges(rule.stored.freed_statuses),
         "nothing_happened_statuses": sorted(rule.nothing_happened),
@@ -255,7 +257,8 @@ programs, and <code>retryable</code> says whether the same request may be sent a
 
 def _html_async(content: dict[str, Any]) -> str:
     """What is said of 202, where a route answers with it."""
-    if not any(route.get("responds_async") for route in content["routes"]):
+    routes = content["routes"]
+    if not any(route.get("responds_async") or route.get("accepts") for route in routes):
         return ""
     return (
         " Where the route says so, <code>Prefer: respond-async</code> is answered with 202 and a "
@@ -286,6 +289,9 @@ def _html_route(route: dict[str, Any]) -> str:
         else "only that the request was carried out; responses are streamed"
     )
     lines = {
+        "The first request gets": "202 with the URL where its outcome can be read"
+        if route["accepts"]
+        else "its response",
         "Key": f"{route['key']}, in {_HEADER}",
         "Keys without quotes": "accepted" if route["bare_keys"] else "refused",
         "Remembered for": spoken(_duration(route["retention_seconds"])),

@@ -59,13 +59,14 @@ class Resumption:
         prefix: str,
         outcome_of: Callable[[Any], Any],
     ) -> Plan | None:
-        """The plan of the request at its route; None at a route that it is not meant for.
+        """The plan of the request at its route; None for another route or another request.
 
-        Its claim is made, and its caller known. The route that serves it says what is kept of it,
-        because two mounts may have routes of one name.
+        An application may send itself requests, with copies of the scope. The route that serves it
+        says what is kept of it, because two mounts may have routes of one name.
         """
-        call = self.call
-        if self.is_taken or route.operations.get(request.method) != call.operation:
+        call, operation = self.call, route.operations.get(request.method)
+        is_other = operation != call.operation or request.path != self.request.seen_path
+        if self.is_taken or is_other:
             return None
         self.is_taken = True
         call.codec, call.judge, call.outcome_of = route.codec, route.judge, outcome_of

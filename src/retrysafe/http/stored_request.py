@@ -101,6 +101,8 @@ class StoredRequest:
     method: str
     # As it was asked for, with its escapes and with the path of the mount; without the query.
     raw_path: str
+    # What the protection made of it, by which the request is known again at its route.
+    seen_path: str
     query: bytes
     # Where the outermost application is mounted.
     root_path: str
@@ -164,7 +166,8 @@ def payload_of(
         for name, value in request.raw_headers
         if name in resumable.names
     ]
-    head = [request.method, raw_path, request.query.decode("latin-1"), root, scheme, lines, is_made]
+    query = request.query.decode("latin-1")
+    head = [request.method, raw_path, request.path, query, root, scheme, lines, is_made]
     payload = Payload(FORM, json.dumps(head).encode(), request.body)
     if payload.size_bytes > limit_bytes:
         raise ArgumentsNotStorable(
@@ -179,11 +182,11 @@ def request_of(payload: Payload) -> StoredRequest:
     if payload.form != FORM:
         raise NotReadable(f"they are stored in the form {payload.form!r}, which is no request")
     try:
-        method, raw_path, query, root, scheme, lines, is_made = json.loads(payload.head)
+        method, raw_path, seen, query, root, scheme, lines, is_made = json.loads(payload.head)
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in lines]
         query = query.encode("latin-1")
     except (ValueError, AttributeError, TypeError):
         raise NotReadable("the stored request is damaged") from None
     return StoredRequest(
-        method, raw_path, query, root, scheme, headers, payload.body, is_made is True
+        method, raw_path, seen, query, root, scheme, headers, payload.body, is_made is True
     )

@@ -25,6 +25,7 @@ from retrysafe.http.routes import Route
 from retrysafe.http.stored_request import StoredRequest, place_of
 from retrysafe.http.wsgi_run import App, Environ, StartResponse
 from retrysafe.runtime.calls import Calls
+from retrysafe.runtime.drive import run_sync
 
 _logger = logging.getLogger("retrysafe")
 
@@ -42,6 +43,9 @@ class ThreadResumption(Resumption):
     def served(self, invoke: Callable[[Attempt], Response]) -> Response:
         """The response of the run, for the layers outside; raises what the application raises."""
         try:
+            if self.attempt.is_lost:
+                # The process stood still, or the layers outside took long.
+                run_sync(self.attempt.hold())
             self.response = invoke(self.attempt)
         except BaseException as error:
             self.error = error

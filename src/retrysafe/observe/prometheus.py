@@ -16,6 +16,7 @@ from typing import Any, Final
 from retrysafe.core.events import Event, EventKind, Result
 from retrysafe.extras import missing_extra
 from retrysafe.observe.gauges import StoreGauges, Watched
+from retrysafe.observe.quantiles import QUANTILES, quantile
 from retrysafe.observe.running import RunningSet
 from retrysafe.observe.windows import DedupWindow
 
@@ -40,7 +41,6 @@ _OPERATION_BUCKETS: Final = (
 )  # fmt: skip
 # From a flush of SQLite to a store that is about to be given up.
 _STORE_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5)
-QUANTILES: Final = (0.5, 0.95, 0.99)
 
 
 class PrometheusMetrics:
@@ -287,10 +287,3 @@ def _value(metrics: Iterable[Metric], name: str) -> float:
         (sample.value for metric in metrics if metric.name == name for sample in metric.samples),
         default=0.0,
     )
-
-
-def quantile(ordered: list[float], part: float) -> float:
-    """The value that this part of all is not above; 0 of nothing."""
-    if not ordered:
-        return 0.0
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]

@@ -81,7 +81,15 @@ class Schemas:
             _aside(made, lambda store: store.migrate())
             self._made[url] = made
             return made
-        tables = "keys", "outcomes", "steps", "renewals", "outbox"
+        tables = (
+            "keys",
+            "outcomes",
+            "steps",
+            "arguments",
+            "renewals",
+            "outbox",
+            "operator_actions",
+        )
         _aside(made, lambda store: _execute(store, "TRUNCATE " + ", ".join(map(_named, tables))))
         return made
 

@@ -125,7 +125,8 @@ class RequestSender:
         except Exception as error:
             return Reply(error=error)
         finally:
-            _close_connections()
+            if _is_djangos(client):
+                _close_connections()
         return reply_of(response)
 
 
@@ -190,13 +191,14 @@ def _own_client(client: Any) -> Any:
         # The same cookies, so the same login.
         made._cookies = getattr(client, "_cookies", None)  # noqa: SLF001
         return made
-    if hasattr(client, "handler") and hasattr(client, "cookies"):
-        return copy.copy(client)
-    return client
+    return copy.copy(client) if _is_djangos(client) else client
+
+
+def _is_djangos(client: Any) -> bool:
+    return any(kind.__module__.startswith("django.") for kind in type(client).__mro__)
 
 
 def _close_connections() -> None:
     """Django opens connections for each thread, which nobody else closes."""
-    database = sys.modules.get("django.db")
-    if database is not None and threading.current_thread() is not threading.main_thread():
-        database.connections.close_all()
+    if threading.current_thread() is not threading.main_thread():
+        sys.modules["django.db"].connections.close_all()

@@ -2,6 +2,7 @@
 
 `decorators.idempotent` stands next to a view, `middleware.RetrysafeMiddleware` protects paths; both
 are set up by the setting `RETRYSAFE`. Views need nothing in INSTALLED_APPS.
+The setting's store may be a database of the project, by its alias: `databases`.
 
 With `retrysafe.contrib.django` in INSTALLED_APPS, `manage.py migrate` applies the same SQL as
 `retrysafe migrate`, and notes it in the same place. The schema is named by the setting

@@ -1,7 +1,7 @@
 """The setting `RETRYSAFE`, and what is made of it: one protection for all views of the project.
 
     RETRYSAFE = {
-        "STORE": "postgresql://app@db.internal/payments",
+        "STORE": "default",
         "CALLER": "retrysafe.contrib.django.callers.authenticated_user",
     }
 
@@ -21,6 +21,7 @@ from django.utils.module_loading import import_string
 
 from retrysafe import forks
 from retrysafe.async_idempotency import AsyncIdempotency
+from retrysafe.contrib.django.databases import DatabaseStore, is_testing, url_of
 from retrysafe.contrib.django.view_rules import located_rules
 from retrysafe.contrib.django.views import outcome_of, serve_view
 from retrysafe.contrib.views import require_no_acceptance
@@ -70,8 +71,11 @@ class Configuration:
         for name in ("STORE", "CALLER"):
             if name not in options:
                 raise ImproperlyConfigured(f"{SETTING} needs {name}: {_WHY[name]}")
-        self._store = _imported(options, "STORE", "://")
+        self._store = _store_of(options)
         self._options = _renamed(options, _IDEMPOTENCY_NAMES)
+        if isinstance(self._store, DatabaseStore) and is_testing():
+            # It would remember what a test's end has rolled back.
+            self._options["cache"] = False
         try:
             self.idempotency = Idempotency(self._store, **self._options)
             self.calls = calls_of(self.idempotency)
@@ -100,7 +104,10 @@ class Configuration:
         if self._on_loop is None:
             with self._lock:
                 if self._on_loop is None:
-                    idempotency = AsyncIdempotency(self._store, **self._options)
+                    store = self._store
+                    if isinstance(store, DatabaseStore):
+                        store = store.for_loop()
+                    idempotency = AsyncIdempotency(store, **self._options)
                     calls_of(idempotency).run_times = self.calls.run_times
                     self._on_loop = IdempotencyMiddleware.sharing(
                         serve_view, idempotency, self.protection
@@ -130,11 +137,35 @@ class Configuration:
 
 
 _WHY: Final = {
-    "STORE": "the URL of a store, such as 'sqlite:////var/lib/shop/shop.db', or a store object",
+    "STORE": "a database of the project, such as 'default', the URL of a store, such as "
+    "'sqlite:////var/lib/shop/shop.db', or a store object",
     "CALLER": "whose keys they are, a function of the request such as "
     "'retrysafe.contrib.django.callers.authenticated_user', or GLOBAL for one namespace shared by "
     "everybody",
 }
+
+
+def _store_of(options: Mapping[str, Any]) -> Any:
+    """A store, its URL, or the store in the database of that alias."""
+    value = options["STORE"]
+    if isinstance(value, str) and value in settings.DATABASES:
+        if not is_testing():
+            url_of(value)  # What is wrong with it is told now.
+        return DatabaseStore(value)
+    return _imported(options, "STORE", "://")
+
+
+def store_url() -> str:
+    """The URL of the store that the setting names; raises `ImproperlyConfigured`."""
+    options = getattr(settings, SETTING, {})
+    value = options.get("STORE")
+    if isinstance(value, str) and value in settings.DATABASES:
+        return url_of(value)
+    if isinstance(value, str) and "://" in value:
+        return value
+    raise ImproperlyConfigured(
+        f"{SETTING}['STORE'] is an object, and a command needs a database or a URL there"
+    )
 
 
 def _imported(options: Mapping[str, Any], name: str, mark: str = "") -> Any:

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, Final
 
 from retrysafe.core.call import Call
-from retrysafe.core.events import ENDING_KINDS, EventKind
+from retrysafe.core.events import ENDING_KINDS, EventKind, trace_of
 from retrysafe.core.keys.canonical import Part
 from retrysafe.core.keys.key import Key, checked_secret, child_key
 from retrysafe.core.model import (
@@ -120,6 +120,7 @@ class AtomicBlock:
         # The replayed outcome as it is stored, and for how long it may be remembered.
         self.replayed_payload: Payload | None = None
         self.replayed_ms = 0
+        self.replayed_trace = ""
         self._run_times = ports.run_times
         self._began_monotonic = 0.0
         # Whether observers hear of the call from here, and not from whoever made the block.
@@ -165,6 +166,8 @@ class AtomicBlock:
                     self.call.waiters.leave(self)
             if answer.decision is Decision.REPLAY:
                 self.attempt = answer.attempt
+                self.replayed_trace = trace_of(answer.owner)
+                self.call.progress.replays(self.replayed_trace)
                 self._tell(EventKind.REPLAYED)
                 if answer.payload is None:
                     raise gone(self.call, answer.state)
@@ -202,7 +205,7 @@ class AtomicBlock:
             self._token,
             policy.lease_ms,
             call.operation,
-            self._owner,
+            self.call.progress.owner(self._owner),
             takes_corrections=call.nothing_happened is not None,
         )
         wait_until: float | None = None

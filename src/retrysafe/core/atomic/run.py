@@ -164,9 +164,10 @@ class AtomicRunner:
         self._report(EventKind.STORE_UNAVAILABLE, call, detail=flight.outage)
         return StoreUnavailable(flight.outage, key=call.key.text)
 
-    def started(self, flight: Flight) -> None:
+    def started(self, flight: Flight, trace: str) -> None:
         """The key is claimed: followers no longer wait for the claim."""
         flight.began_monotonic = self._monotonic()
+        flight.trace = trace
         self._flights.enter(flight, Phase.RUNNING)
 
     def block(self, call: Call, connection: Any) -> AtomicBlock:
@@ -220,13 +221,14 @@ class _AtomicRun:
 
     def _replay(self, block: AtomicBlock) -> None:
         self.is_replay = True
+        self._flight.trace = block.replayed_trace
         self.value = block.value
         self.payload = block.replayed_payload
         self.remaining_ms = block.replayed_ms
 
     async def _operate(self, block: AtomicBlock, connection: Any) -> None:
         call, lead = self.call, self._lead
-        lead.started(self._flight)
+        lead.started(self._flight, call.progress.trace)
         try:
             self.value = await self._invoke(AtomicAttempt(block, connection))
         except Exception as error:

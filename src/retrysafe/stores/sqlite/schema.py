@@ -70,27 +70,33 @@ def migrate(connection: sqlite3.Connection, now_ms: Callable[[], int]) -> list[M
     try:
         # Inside the try, as in `Connections.write`.
         connection.execute("BEGIN IMMEDIATE")
-        connection.execute(SQL["create_schema_table"])
         # Looked up again under the lock: a rival may have migrated while this one waited for it.
-        missing = pending_migrations(connection)
-        for migration in missing:
-            for statement in split_statements(migration.sql):
-                connection.execute(statement)
-            connection.execute(
-                SQL["insert_schema"],
-                (
-                    migration.version,
-                    migration.name,
-                    migration.checksum,
-                    migration.oldest_schema,
-                    now_ms(),
-                ),
-            )
+        missing = apply_pending(connection, now_ms)
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
+    return missing
+
+
+def apply_pending(connection: sqlite3.Connection, now_ms: Callable[[], int]) -> list[Migration]:
+    """Applies what is missing in the open transaction."""
+    connection.execute(SQL["create_schema_table"])
+    missing = pending_migrations(connection)
+    for migration in missing:
+        for statement in split_statements(migration.sql):
+            connection.execute(statement)
+        connection.execute(
+            SQL["insert_schema"],
+            (
+                migration.version,
+                migration.name,
+                migration.checksum,
+                migration.oldest_schema,
+                now_ms(),
+            ),
+        )
     return missing
 
 

@@ -1,0 +1,1 @@
+"""A Django project that keeps its keys in its own database, and tests itself."""
