@@ -255,9 +255,8 @@ async def test_a_401_of_a_resumed_request_is_never_stored(caplog):
             report = await shop.work()
         assert (report.resumed, report.failed) == (0, 1)
         assert str(status) in caplog.text
-        postponed, _ = shop.events[-2:]
-        assert postponed.kind is EventKind.POSTPONED
-        assert str(status) in postponed.detail
+        postponed = [event for event in shop.events if event.kind is EventKind.POSTPONED]
+        assert str(status) in postponed[-1].detail
         caplog.clear()
         shop.clock.advance(LEASE)
     assert (await shop.work()).resumed == 1
