@@ -13,6 +13,7 @@ from benchmarks import (
     outbox_bench,
     postgres_bench,
     sqlite_bench,
+    telemetry_bench,
 )
 
 BENCHMARKS = {
@@ -22,6 +23,7 @@ BENCHMARKS = {
     "http": http_bench.run,
     "outbox": outbox_bench.run,
     "consumers": consumers_bench.run,
+    "telemetry": telemetry_bench.run,
 }
 
 
