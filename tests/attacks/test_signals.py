@@ -190,7 +190,11 @@ ACTS: dict[str, Callable[[Scene], Any]] = {
     "close": lambda s: s.store.close(),
     "migrate": lambda s: s.store.migrate(),
     "pending_migrations": lambda s: s.store.pending_migrations(),
+    "audit_part": lambda s: s.store.audit_part(0, 2**60, (0, 0)),
+    "actions_between": lambda s: s.store.actions_between(0, 2**60, 0, 5),
+    "sample": lambda s: s.store.sample(5),
     "measure": lambda s: s.store.measure(),
+    "check_up": lambda s: s.store.check_up(),
     "diagnose": lambda s: s.store.diagnose(),
     "join: lock": lambda s: s.joined(
         lambda t, r: t.lock(r.key, 1.0), lambda t, r: t.look(r), lambda t, _: t.undo()
