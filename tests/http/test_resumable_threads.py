@@ -12,7 +12,7 @@ from flask import Flask, g, jsonify, request
 
 from retrysafe import Idempotency, Policy, current_attempt
 from retrysafe.contrib.flask import Retrysafe
-from retrysafe.errors import PolicyInvalid
+from retrysafe.errors import PolicyInvalid, StoreUnavailable
 from retrysafe.http import Resumable, Rule, WSGIIdempotencyMiddleware, resumed_caller
 from retrysafe.observe import EventKind
 from retrysafe.stores import MemoryStore
@@ -239,6 +239,44 @@ def test_a_first_request_is_accepted_while_its_thread_goes_on():
     idem.close()
     assert ask_wsgi(shop.process()[0], "GET", "/idempotency-status/k-1", key=None).status == 201
     assert len(shop.effects) == 1
+
+
+class Down(MemoryStore):
+    """A store that does not answer."""
+
+    async def commit(self, claims, settlements):
+        raise StoreUnavailable("it is down")
+
+
+def test_a_run_without_a_claim_is_not_accepted():
+    """Nothing would be found at its status URL: it is answered when it has ended."""
+    idem = Idempotency(Down(), cache=False)
+    app = WSGIIdempotencyMiddleware(
+        lambda environ, start: (start("201 Made", []) and []) or [],
+        idem,
+        caller=account,
+        fail_open=True,
+        rules=[Rule(resumable=Resumable(accepts=True))],
+    )
+    reply = ask_wsgi(app)
+    assert (reply.status, reply.headers["idempotency-protected"]) == (201, "false")
+
+
+def test_a_worker_that_stood_still_looks_at_its_lease_before_the_application_runs():
+    """In the layers around the protection, between its claim and the run."""
+    shop = Shop()
+    shop.die()
+
+    def standing_still(app):
+        def stand_still(environ, start_response):
+            environ["retrysafe.resumed"].attempt._lease.revoke()
+            return app(environ, start_response)
+
+        return stand_still
+
+    report = shop.work(standing_still)
+    assert (report.resumed, report.lost) == (0, 1)
+    assert len(shop.seen) == 1
 
 
 def test_a_client_of_a_resumable_route_may_prefer_to_be_accepted():
