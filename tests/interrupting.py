@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType, ModuleType
 
+from retrysafe.errors import ClaimLost, StoreUnavailable
+
 
 class Interrupted(BaseException):
     """What the signal raises."""
@@ -68,6 +70,22 @@ class Struck(int):
 
 class Alarmed(Exception):
     """What the handler of a time limit raises: an exception that code may take for its own."""
+
+
+class Refused(Alarmed, StoreUnavailable):
+    """What leaves a handler whose call was refused, because its thread is at work in the store."""
+
+    is_reentry = True
+
+    def __init__(self) -> None:
+        super().__init__("by a handler")
+
+
+class Lost(Alarmed, ClaimLost):
+    """What leaves a handler that has lost a claim of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("by a handler")
 
 
 Handler = Callable[[], object]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -203,7 +204,7 @@ def work():
     sys.stdin.readline()
     print("written", flush=True)
 
-thread_pool.ThreadPool(1, "slow")._submit(work)
+thread_pool.ThreadPool(1, "slow")._submit(thread_pool._Job(work, None))
 child = os.fork()
 if not child:
     sys.exit(7)
@@ -305,8 +306,9 @@ def test_a_pool_starts_afresh_in_a_forked_child():
 
     def in_child():
         assert os.getpid() not in thread_pool._under_way.values()
-        job = pool._submit(lambda: "fresh")
-        return job.result(30)
+        done = queue.SimpleQueue()
+        pool._submit(thread_pool._Job(lambda: done.put("fresh"), None))
+        return done.get(timeout=30)
 
     assert asyncio.run(main()) == ("fresh", True)
     pool.close()

@@ -7,6 +7,8 @@ calls retrysafe itself is served or refused, and never waits for its own thread.
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import gc
 import threading
 from collections import Counter
@@ -31,18 +33,22 @@ from retrysafe.core.model import Decision, Payload, Step, StepWrite
 from retrysafe.errors import StepNotStored
 from retrysafe.http.rules import Rule
 from retrysafe.http.wsgi import WSGIIdempotencyMiddleware
+from retrysafe.runtime import thread_pool
 from retrysafe.runtime.current import current
 from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit.threads import ThreadGroupCommit
+from retrysafe.runtime.thread_pool import ThreadPool
 from retrysafe.stores import SqliteStore, open_store
 from retrysafe.stores.postgres.drivers.psycopg_connections import PsycopgPool
 from retrysafe.testing import ManualClock
 from retrysafe.testing.suite.probe import key_of, request
 from tests.http.driving import ask_wsgi
 from tests.interrupting import (
+    HANG_SECONDS,
     Alarmed,
     Interrupted,
     Overflowed,
+    Refused,
     at_every_place,
     at_every_place_at_once,
     no_hang,
@@ -138,12 +144,12 @@ def test_a_call_leaves_nothing_behind(shop: Shop, count: int, kind: type[Interru
 
 @never_begun
 @pytest.mark.parametrize("has_step", [False, True])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("count", "kind"), [(1, Alarmed), (3, Alarmed), (1, Refused)])
 def test_an_exception_of_a_handler_is_no_failure_of_the_operation(
-    shop: Shop, count: int, has_step: bool
+    shop: Shop, count: int, kind: type[Alarmed], has_step: bool
 ):
     """What has run does not run again, wherever the handler raised; after one signal the outcome is
-    stored, and the retry is told it."""
+    stored, and the retry is told it. Also when the handler's own call was refused."""
 
     def call() -> None:
         shop.number += 1
@@ -152,7 +158,7 @@ def test_an_exception_of_a_handler_is_no_failure_of_the_operation(
 
     place = 0
     blocked = 0
-    for place in at_every_place_at_once(count, call, *whole_tree(), kind=Alarmed):
+    for place in at_every_place_at_once(count, call, *whole_tree(), kind=kind):
         key = f"key-{shop.number}"
         has_run = bool(shop.runs[key])
         try:
@@ -315,3 +321,30 @@ def test_a_step_of_a_handler_inside_of_the_store_is_refused_at_once(tmp_path):
     with Idempotency(store, caller="tester", policy=patient) as idem:
         assert idem.run("k", operation, name="pay", request="r") == 7
     assert len(heard) == 1
+
+
+@never_begun
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_loops_worker_threads_outlive_a_handler(monkeypatch):
+    """Wherever it raises in the loop's thread, the loop hears of the end of the work that it waits
+    for, the next work is done, and the threads can be ended."""
+    monkeypatch.setattr(thread_pool, "LOOK_SECONDS", 0.01)
+    pools = [ThreadPool(1, "struck")]
+
+    async def work() -> int:
+        return await asyncio.wait_for(pools[0].run(lambda: 7), HANG_SECONDS)
+
+    def act() -> None:
+        pools[0] = ThreadPool(1, "struck")
+        with asyncio.Runner() as runner:
+            runner.get_loop().set_exception_handler(lambda *_: None)
+            with suppress(RuntimeError):  # What a start may be told as that was struck.
+                runner.run(work())
+            pools[0].close()
+
+    place = 0
+    for place in at_every_place(act, thread_pool, concurrent.futures._base):
+        assert asyncio.run(work()) == 7, str(place)
+        pools[0].close()
+    assert place > 30
+    assert not thread_pool._under_way

@@ -12,20 +12,23 @@ from typing import Any
 
 import pytest
 
-from retrysafe.core import one_call
+from retrysafe.core import handlers
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.model import Decision, Ending, Payload, State
 from retrysafe.core.one_call import OneCall
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Fate
 from retrysafe.core.steps.history import StepRetry
+from retrysafe.core.steps.run import StepRun
 from retrysafe.errors import (
     InvalidInput,
     OutcomeNotStored,
     StepNotStored,
     StepReused,
+    StoreRejected,
     StoreUnavailable,
 )
+from retrysafe.runtime.group_commit.direct import as_store_error
 from tests.core.building import KEY, call
 from tests.core.driving import Fault, Process, World, drive
 from tests.core.sample_types import Declined
@@ -53,14 +56,31 @@ def go_on(world: World) -> None:
         drive(world.background.pop())
 
 
-def alarmed_step(process: Process, *, knows: bool = True, after: str = "") -> None:
-    """The handler raises after the next call of a step, once; before it is noted how that ended."""
+def _handler(number: int, frame: object) -> None:
+    raise Alarmed
+
+
+def _any_handler(*given: object) -> None:
+    raise Alarmed
+
+
+def alarmed_step(
+    process: Process, *, knows: bool = True, of: str = "", is_before: bool = False
+) -> None:
+    """The handler raises after the next call of a step, once; before it is noted how that ended.
+
+    Or before the first line of it.
+    """
     usual = process.ports.executor.perform_step
     armed = [True]
 
     async def perform_step(called: Callable[..., Any], made: OneCall) -> Any:
+        is_meant = armed and (not of or called.__name__ == of)
+        if is_meant and is_before:
+            armed.clear()
+            _handler(1, sys._getframe())
         value = await usual(called, made)
-        if armed and (not after or called.__name__ == after):
+        if is_meant:
             armed.clear()
             if not knows:
                 made.go_on()
@@ -113,6 +133,43 @@ def test_with_its_steps_and_entries(world, effects):
     go_on(world)
     assert state(world) is State.SUCCEEDED
     assert len(world.store.outbox._entries) == 1
+
+
+def refused_handler(number: int, frame: object) -> None:
+    """It has called retrysafe while its own thread was at work in the store."""
+    error = StoreUnavailable("this thread is at work in the store already")
+    error.is_reentry = True
+    raise error
+
+
+def test_a_refusal_that_leaves_a_handler_is_not_the_stores(world):
+    """The store is told all the same, in the background."""
+    process = world.first
+    settle = process.writer.settle
+
+    async def settle_alarmed(settlement: object) -> None:
+        process.writer.settle = settle
+        refused_handler(1, sys._getframe())
+
+    process.writer.settle = settle_alarmed
+    with pytest.raises(StoreUnavailable):
+        process.answer(call())
+    go_on(world)
+    assert world.process().answer(call()).replayed
+
+
+def test_nor_while_steps_are_looked_after(world, effects, monkeypatch):
+    end = StepRun.end
+
+    async def end_alarmed(steps: StepRun) -> None:
+        monkeypatch.setattr(StepRun, "end", end)
+        refused_handler(1, sys._getframe())
+
+    monkeypatch.setattr(StepRun, "end", end_alarmed)
+    with pytest.raises(StoreUnavailable):
+        run(world.first, lambda attempt: attempt.step("charge", effects.do, "charge"))
+    go_on(world)
+    assert state(world) is State.SUCCEEDED
 
 
 def test_an_operation_in_doubt_is_left_to_its_lease(world):
@@ -206,6 +263,21 @@ def test_a_step_that_returned_is_not_tried_again():
         )
     go_on(world)
     assert effects.ran == ["charge"]
+
+
+def test_a_step_that_has_not_begun_is_not_tried_again():
+    """Nothing of it has run, and no try of it is used up: its caller hears of the handler."""
+    world, effects = World(), Effects()
+    alarmed_step(world.first, is_before=True)
+
+    async def operation(attempt: Attempt) -> str:
+        twice = StepRetry(tries=2)
+        with pytest.raises(Alarmed):
+            await attempt.step("charge", effects.do, "charge", retry=twice)
+        assert effects.ran == []
+        return await attempt.step("charge", effects.do, "charge", retry=twice)
+
+    assert run(world.first, operation).value == "charge done"
 
 
 def test_who_asks_again_gets_its_result(world, effects):
@@ -304,9 +376,14 @@ def test_a_refund_in_doubt_is_paid_after_the_lease():
     assert refunds(knows=False) == 2
 
 
-def refunds(*, knows: bool) -> int:
+def test_a_refund_that_has_not_begun_is_paid_after_the_lease():
+    """The key is not freed: nobody has tried to undo anything, and the next attempt does."""
+    assert refunds(is_before=True) == 1
+
+
+def refunds(*, knows: bool = True, is_before: bool = False) -> int:
     world, effects = World(), Effects()
-    alarmed_step(world.first, knows=knows, after="undo")
+    alarmed_step(world.first, knows=knows, of="undo", is_before=is_before)
 
     async def operation(attempt: Attempt) -> None:
         await attempt.step("charge", effects.do, "charge", compensate=effects.undo)
@@ -315,6 +392,7 @@ def refunds(*, knows: bool) -> int:
     final = Policy(terminal=Declined)
     with pytest.raises(Alarmed):
         run(world.first, operation, policy=final)
+    go_on(world)
     assert state(world) is State.PENDING
     world.clock.advance(60)
     with pytest.raises(Declined):
@@ -367,13 +445,8 @@ def test_a_note_that_could_not_be_taken_back_stands_in_nobodys_way(world, effect
 
 # Whose exception it is.
 
-
-def _handler(number: int, frame: object) -> None:
-    raise Alarmed
-
-
-def _any_handler(*given: object) -> None:
-    raise Alarmed
+# As if this file were one of ours.
+OWN_FILES = (handlers._OWN_FILES, __file__)
 
 
 @pytest.mark.parametrize("handler", [_handler, _any_handler])
@@ -399,7 +472,7 @@ def test_what_a_handler_raises_in_the_function_of_an_adapter_is_not():
         handler(1, sys._getframe())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_call, "_OWN_FILES", __file__)
+        patch.setattr(handlers, "_OWN_FILES", OWN_FILES)
         for handler in (_handler, _any_handler):
             made = OneCall(adapter, (handler,))
             with pytest.raises(Alarmed) as caught:
@@ -408,7 +481,7 @@ def test_what_a_handler_raises_in_the_function_of_an_adapter_is_not():
 
 
 def test_an_adapters_own_exception_is_its_own(monkeypatch):
-    monkeypatch.setattr(one_call, "_OWN_FILES", __file__)
+    monkeypatch.setattr(handlers, "_OWN_FILES", OWN_FILES)
 
     def adapter(*given: object) -> None:
         raise Declined("no")
@@ -417,3 +490,14 @@ def test_an_adapters_own_exception_is_its_own(monkeypatch):
     with pytest.raises(Declined) as caught:
         made.make()
     assert made.is_own(caught.value)
+
+
+def test_what_a_handler_raises_in_a_commit_is_no_word_about_its_rows():
+    """The store has rejected nothing: who waits for another row of the batch tries again."""
+
+    def reject(number: int, frame: object) -> None:
+        raise StoreRejected("by a handler")
+
+    with pytest.raises(StoreRejected) as caught:
+        reject(1, sys._getframe())
+    assert type(as_store_error(caught.value)) is StoreUnavailable

@@ -11,7 +11,7 @@ from types import TracebackType
 
 import pytest
 
-from retrysafe.core import run, settle
+from retrysafe.core import handlers, insist, run, settle
 from retrysafe.core.engine import POLL_MAXIMUM_SECONDS
 from retrysafe.core.flights import Flight, Flights, Phase
 from retrysafe.core.lease import Lease
@@ -198,10 +198,12 @@ def test_an_outcome_survives_a_signal_anywhere_in_its_settling(is_after, is_fail
         return not is_failing and bool(world.ran)
 
     places_after_the_write = 0
-    for place in at_every_place(act, run, settle):
-        if not worlds or not (worlds[0].first.writer.settlements or has_returned(worlds[0])):
+    for place in at_every_place(act, run, settle, insist, handlers):
+        if not worlds:
             continue
         world = worlds[0]
+        if not (world.first.writer.settlements or world.background or has_returned(world)):
+            continue
         places_after_the_write += bool(world.first.writer.settlements)
         for last_write in world.background:
             drive(last_write)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from retrysafe.core import handlers
+from retrysafe.core.insist import insist
 from retrysafe.core.one_call import OneCall
 from retrysafe.core.run import Runner
 from retrysafe.core.steps import compensation
 from retrysafe.core.steps.run import StepRun
+from retrysafe.runtime.group_commit.direct import as_store_error
 from tests.core import test_alarmed as alarmed
 from tests.guards import test_signal_properties as properties
 from tests.guards.guard import Guard
@@ -15,7 +18,7 @@ SIGNAL_GUARDS: tuple[Guard, ...] = (
     Guard(
         "what a signal's handler raises after the operation is no failure of it",
         "the key is freed at once, and the retry runs the operation again",
-        (InCode(Runner.run, "not attempt.made.is_own(error)", "False"),),
+        (InCode(Runner.run, "is_interruption(attempt.made, error)", "False"),),
         properties.test_an_operation_that_returned_does_not_run_again,
     ),
     Guard(
@@ -27,8 +30,50 @@ SIGNAL_GUARDS: tuple[Guard, ...] = (
     Guard(
         "nor what it raises in the function of an adapter, after the application's",
         "the key is freed at once, and the retry runs the request again",
-        (InCode(OneCall.is_own, "return not _is_of_handler(own)", "return True"),),
+        (InCode(OneCall.is_own, "not is_of_handler(error, is_ours_only=True)", "True"),),
         alarmed.test_what_a_handler_raises_in_the_function_of_an_adapter_is_not,
+    ),
+    Guard(
+        "nor what it raises before the operation's first line",
+        "it is stored as the operation's failure for good, although nothing of it has run",
+        (InCode(OneCall.is_own, "return not is_of_handler(error)\n", "return True\n"),),
+        properties.test_what_a_handler_raises_before_the_first_line_fails_nothing,
+    ),
+    Guard(
+        "nor before that of a step",
+        "it costs a try, and a step that may be tried once fails without having run",
+        (InCode(StepRun.perform, "is_interruption(made, error)", "False"),),
+        alarmed.test_a_step_that_has_not_begun_is_not_tried_again,
+    ),
+    Guard(
+        "nor before that of a compensation",
+        "the key is freed, and told to have failed to undo what nobody has tried to",
+        (InCode(compensation._undo_all, "is_interruption(taken.made, problem)", "False"),),
+        alarmed.test_a_refund_that_has_not_begun_is_paid_after_the_lease,
+    ),
+    Guard(
+        "an error of retrysafe that leaves a handler is not taken for the end of an ending",
+        "the outcome is lost, and after the lease the operation runs again",
+        (InCode(handlers.is_refusal, "not is_of_handler(error)", "True"),),
+        properties.test_an_error_of_retrysafe_that_leaves_a_handler_is_no_ending,
+    ),
+    Guard(
+        "nor for the store's refusal",
+        "the same, when the handler's own call was refused",
+        (InCode(insist, "if is_of_handler(error):", "if False:"),),
+        properties.test_a_refusal_that_leaves_a_handler_is_not_the_stores,
+    ),
+    Guard(
+        "nor for what keeps the steps from being brought to an end",
+        "the same, for an operation with steps",
+        (InCode(compensation._told, "if is_of_handler(problem):", "if False:"),),
+        properties.test_nor_while_steps_are_looked_after,
+    ),
+    Guard(
+        "nor for the refusal of the rows that left in the same batch",
+        "other threads' outcomes are withheld for what a handler of the main thread raised",
+        (InCode(as_store_error, " or is_of_handler(error)", ""),),
+        alarmed.test_what_a_handler_raises_in_a_commit_is_no_word_about_its_rows,
     ),
     Guard(
         "a step is noted before it is called",
@@ -39,7 +84,7 @@ SIGNAL_GUARDS: tuple[Guard, ...] = (
     Guard(
         "a step is tried again only for what it raised itself",
         "a signal's handler raises after the step, which runs again at once",
-        (InCode(StepRun.perform, "not made.is_own(error)", "False"),),
+        (InCode(StepRun.perform, "is_interruption(made, error)", "False"),),
         alarmed.test_a_step_that_returned_is_not_tried_again,
     ),
     Guard(

@@ -435,3 +435,22 @@ def test_timer_outlives_whatever_is_raised_in_it(monkeypatch):
     drive(main())
     # A twelfth of the lease after each failure.
     assert all(later - earlier > 0.02 for earlier, later in pairwise(tried[:3]))
+
+
+def test_a_heartbeat_whose_start_was_interrupted_is_not_relied_on(monkeypatch):
+    """Python breaks a thread whose start a signal's handler has interrupted; it seems to live on
+    for a moment, in which the next operation asks for its renewals."""
+    store, may_end = StagedStore(), threading.Event()
+    start = threading.Thread.start
+
+    def start_interrupted(thread: threading.Thread) -> None:
+        thread._target = may_end.wait
+        start(thread)
+        raise KeyboardInterrupt
+
+    with _idem(store) as idem:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(threading.Thread, "start", start_interrupted)
+            idem.run("first", lambda: 1, request=None)
+        idem.run("second", lambda: store.wait_until(lambda: store.renewals), request=None)
+        may_end.set()

@@ -18,6 +18,7 @@ from typing import Any, Final
 from retrysafe.core.call import Answer, Call, Nest
 from retrysafe.core.events import Reporter
 from retrysafe.core.flights import Flight
+from retrysafe.core.handlers import is_refusal
 from retrysafe.core.keys.key import Key
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import (
@@ -148,12 +149,11 @@ class NestedRunner:
         """Settles this level, also when its caller is cancelled meanwhile."""
         try:
             await end()
-        except RetrysafeError:
-            raise
-        except BaseException:
-            # As in `Settler._hand_over`: the next level has ended, its caller is being cancelled.
-            orphan = self._end_orphan(call, lease, attempt, end)
-            self._background.finish(orphan, self._settler.abandoning(call, attempt))
+        except BaseException as error:
+            if not is_refusal(error):
+                # As in `Settler._hand_over`: the next level has ended, its caller is cancelled.
+                orphan = self._end_orphan(call, lease, attempt, end)
+                self._background.finish(orphan, self._settler.abandoning(call, attempt))
             raise
 
     async def _end_orphan(self, call: Call, lease: Lease, attempt: int, end: End) -> None:

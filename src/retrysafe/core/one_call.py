@@ -7,14 +7,13 @@ no failure of the function, and a key that were freed for it would run the funct
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
+from retrysafe.core.handlers import is_of_handler
 from retrysafe.core.stop_iteration import own_error
 
 E = TypeVar("E", bound=BaseException)
@@ -83,43 +82,18 @@ class OneCall:
         return self._ended.get(_RETURNED)
 
     def is_own(self, error: BaseException) -> bool:
-        """Whether the function raised this, or nothing of it has run.
+        """Whether the function raised this; before it has begun, whether no signal's handler did.
 
         What a handler raised inside of the function counts as the function's: nobody else could
-        have caught it there.
+        have caught it there. The function of an adapter is our own as well: it calls the user's,
+        and has work of its own after that, in which a handler's exception is not the user's.
         """
-        own = own_error(error)
-        if self.has_begun and self._raised not in (id(error), id(own)):
-            return False
-        return not _is_of_handler(own)
+        if not self.has_begun:
+            return not is_of_handler(error)
+        is_raised = self._raised in (id(error), id(own_error(error)))
+        return is_raised and not is_of_handler(error, is_ours_only=True)
 
 
-def _is_of_handler(error: BaseException) -> bool:
-    """Whether a signal's handler raised it while nothing but our own frames was at work.
-
-    The function of an adapter is our own as well: it calls the user's, and has work of its own
-    after that. A handler is told by the frame that it came into, which it is given.
-    """
-    place = error.__traceback__
-    while place is not None and place.tb_frame.f_code is not _MAKE:
-        place = place.tb_next
-    while place is not None and place.tb_next is not None:
-        interrupted, place = place.tb_frame, place.tb_next
-        if _is_given(place.tb_frame, interrupted):
-            return True
-        if not place.tb_frame.f_code.co_filename.startswith(_OWN_FILES):
-            return False
-    return False
-
-
-def _is_given(frame: FrameType, interrupted: FrameType) -> bool:
-    for value in frame.f_locals.values():
-        if value is interrupted:
-            return True
-        if type(value) is tuple and any(item is interrupted for item in value):
-            return True
-    return False
-
-
-_MAKE: Final = OneCall.make.__code__
-_OWN_FILES: Final = str(Path(__file__).parents[1]) + os.sep
+def is_interruption(made: OneCall | None, error: BaseException) -> bool:
+    """Whether this is no failure of the call, but came in between: before it, or after it."""
+    return is_of_handler(error) if made is None else not made.is_own(error)

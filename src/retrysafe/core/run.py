@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from retrysafe.core.atomic.complete_in import JoinedOutcome
 from retrysafe.core.attempt import Attempt
@@ -18,6 +18,7 @@ from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import ENDING_KINDS, EventKind
 from retrysafe.core.flights import Flight, Flights, Phase
+from retrysafe.core.handlers import is_refusal
 from retrysafe.core.keys.key import Key
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import (
@@ -28,16 +29,14 @@ from retrysafe.core.model import (
     Payload,
     State,
 )
+from retrysafe.core.one_call import is_interruption
 from retrysafe.core.ports import Fate, Ports
 from retrysafe.core.settings import Settings
 from retrysafe.core.settle import Settler, settlement_of
 from retrysafe.core.steps.compensation import Compensator, Verdict
 from retrysafe.core.steps.run import StepRun
 from retrysafe.core.values import codec
-from retrysafe.errors import ClaimLost, OperationInFlight, RetrysafeError, StoreError
-
-# What a signal's handler that calls retrysafe lets pass; no ending is told so.
-_OF_HANDLERS: Final = (StoreError, OperationInFlight)
+from retrysafe.errors import ClaimLost, StoreError
 
 
 class Runner:
@@ -124,8 +123,8 @@ class Runner:
                     await attempt.hold()
                 value = await self._perform(attempt, operation, args, kwargs)
             except Exception as error:
-                if attempt.made is not None and not attempt.made.is_own(error):
-                    # A signal's handler raised it in here, after the operation had ended.
+                if is_interruption(attempt.made, error):
+                    # A signal's handler raised it in here, before the operation or after it.
                     raise
                 told = await self._failed(flight, call, lease, attempt, error)
                 if told is None:
@@ -170,8 +169,8 @@ class Runner:
         made = attempt.made
         if made is None or not made.has_returned or lease.is_settled or lease.is_handed_over:
             return
-        if isinstance(error, RetrysafeError) and not isinstance(error, _OF_HANDLERS):
-            return  # It says why the ending does not stand.
+        if is_refusal(error):
+            return
         # As far as its caller will ever know.
         call.progress.note(EventKind.COMPLETED)
         orphan = self._settle_returned(call, lease, attempt, made.value)

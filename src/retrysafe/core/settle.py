@@ -1,6 +1,6 @@
 """Settling: an attempt's ending becomes durable, or the caller is told exactly what is not.
 
-Owns the retries of the last write and what happens to it when its caller is cancelled. The
+Owns the last write and what happens to it when its caller is cancelled. The
 operation has run by now, so nothing here may free the key or forget the outcome quietly.
 """
 
@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from retrysafe.core.call import Call
 from retrysafe.core.events import ENDING_KINDS, EventKind
+from retrysafe.core.handlers import is_refusal
+from retrysafe.core.insist import insist
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import (
     Decision,
@@ -25,18 +27,8 @@ from retrysafe.core.model import (
     StagedEntry,
 )
 from retrysafe.core.ports import Ports
-from retrysafe.core.retries import RETRY_PAUSE_SECONDS
 from retrysafe.core.values import codec
-from retrysafe.errors import (
-    ClaimLost,
-    OutcomeNotStored,
-    RetrysafeError,
-    StoreError,
-    StoreRejected,
-    StoreUnavailable,
-)
-
-RETRY_PAUSE_MAXIMUM_SECONDS: Final = 1.0
+from retrysafe.errors import ClaimLost, OutcomeNotStored, StoreError
 
 _KINDS: Final = {
     Ending.SUCCEEDED: SettleKind.COMPLETE,
@@ -123,7 +115,7 @@ class Settler:
             # Whatever is wrong with the value, the operation has run: it must not run again.
             payload = codec.withheld(codec.message_of(error))
         if payload.form == codec.WITHHELD:
-            self._withheld(call, attempt, json.loads(payload.body)["reason"])
+            self._tell(call, attempt, EventKind.WITHHELD, json.loads(payload.body)["reason"])
         return ending, payload
 
     async def settle_error(
@@ -196,14 +188,10 @@ class Settler:
         settlement = settlement_of(call, lease, ending, payload, entries, came_to)
         call.progress.begin_settle()
         try:
-            try:
-                answer = await self._writer.settle(settlement)
-            except StoreError as error:
-                answer = await self._insist(call, settlement, attempt, value, error)
-        except RetrysafeError:
-            raise
-        except BaseException:
-            self._hand_over(call, lease, settlement, attempt)
+            answer = await self._write(call, settlement, attempt, value)
+        except BaseException as error:
+            if not is_refusal(error):
+                self._hand_over(call, lease, settlement, attempt)
             raise
         if answer.decision is Decision.LOST:
             raise self._lost(call, attempt)
@@ -244,37 +232,22 @@ class Settler:
         """What tells of an ending that nobody can write any more."""
         return partial(self._report, EventKind.SETTLE_FAILED, call, attempt)
 
-    async def _insist(
-        self,
-        call: Call,
-        settlement: Settlement,
-        attempt: int,
-        value: Any,
-        error: StoreError,
+    async def _write(
+        self, call: Call, settlement: Settlement, attempt: int, value: Any = None
     ) -> SettleAnswer:
-        """Writes again until it stands, within the policy's patience; else `OutcomeNotStored`."""
-        pause = RETRY_PAUSE_SECONDS
-        give_up = self._monotonic() + call.policy.settle_patience.total_seconds()
-        while True:
-            if isinstance(error, StoreRejected):
-                if settlement.payload is not None and settlement.payload.form == codec.WITHHELD:
-                    raise self._not_stored(call, attempt, value, error) from error
-                # The store cannot hold this outcome; that it is done can still be remembered.
-                settlement.payload = codec.withheld(f"the store refused it: {error}")
-                self._withheld(call, attempt, str(error))
-            elif not isinstance(error, StoreUnavailable):
-                # Waiting does not bring a lost database back; the caller must hear that it ran.
-                raise self._not_stored(call, attempt, value, error) from error
-            else:
-                self._report(EventKind.STORE_UNAVAILABLE, call, attempt, str(error))
-                if error.is_reentry or self._monotonic() + pause > give_up:
-                    raise self._not_stored(call, attempt, value, error) from error
-                await self._clock.sleep(pause)
-                pause = min(pause * 2, RETRY_PAUSE_MAXIMUM_SECONDS)
-            try:
-                return await self._writer.settle(settlement)
-            except StoreError as again:
-                error = again
+        """Writes until it stands, within the policy's patience; else `OutcomeNotStored`."""
+        try:
+            return await self._writer.settle(settlement)
+        except StoreError as error:
+            return await insist(
+                partial(self._writer.settle, settlement),
+                settlement,
+                error,
+                patience_seconds=call.policy.settle_patience.total_seconds(),
+                clock=self._clock,
+                tell=partial(self._tell, call, attempt),
+                not_stored=partial(self._not_stored, call, attempt, value),
+            )
 
     async def _settle_orphan(
         self, call: Call, lease: Lease, settlement: Settlement, attempt: int
@@ -287,10 +260,7 @@ class Settler:
         try:
             lease.is_held = True
             self._renewals.add(lease)
-            try:
-                answer = await self._writer.settle(settlement)
-            except StoreError as error:
-                answer = await self._insist(call, settlement, attempt, None, error)
+            answer = await self._write(call, settlement, attempt)
         except OutcomeNotStored:
             return  # Reported where it was raised.
         finally:
@@ -312,13 +282,13 @@ class Settler:
             key=call.key.text,
         )
 
-    def _withheld(self, call: Call, attempt: int, detail: str) -> None:
-        self._report(EventKind.WITHHELD, call, attempt, detail)
+    def _tell(self, call: Call, attempt: int, kind: EventKind, detail: str) -> None:
+        self._report(kind, call, attempt, detail)
 
     def _not_stored(
         self, call: Call, attempt: int, value: Any, error: Exception
     ) -> OutcomeNotStored:
-        self._report(EventKind.SETTLE_FAILED, call, attempt, str(error))
+        self._tell(call, attempt, EventKind.SETTLE_FAILED, str(error))
         return OutcomeNotStored(
             f"the operation for {call.key.text!r} ran, but its ending could not be stored: "
             f"{error}. The key is blocked until its lease ends; a retry after that runs again",

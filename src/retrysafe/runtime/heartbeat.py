@@ -171,11 +171,15 @@ class _ThreadBeat:
                 return
             try:
                 self._is_starting = True
-                # A start that fails leaves one that does not live, and the next one tries again.
                 self._thread = threading.Thread(
                     target=self._beat, name="retrysafe-heartbeat", daemon=True
                 )
                 self._thread.start()
+            except BaseException:
+                # The next lease starts another one. Python breaks a thread whose start a signal's
+                # handler has interrupted, and it seems to live until it comes to that.
+                self._thread = None
+                raise
             finally:
                 self._is_starting = False
 

@@ -12,8 +12,9 @@ import atexit
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -26,18 +27,19 @@ T = TypeVar("T")
 # file that is locked for longer has failed the write by then, and what hangs is left behind.
 EXIT_SECONDS: Final = 30.0
 # With the process that it is under way in: a forked child has a copy, and waits for none of it.
-_under_way: Final[dict[Future[Any], int]] = {}
+_under_way: Final[dict[_Job, int]] = {}
+# How often the end of some work is looked for. It is told as well; but in a loop whose thread runs
+# the handlers of signals, one that raises breaks off the callback that tells it.
+LOOK_SECONDS: Final = 1.0
+_EXIT_LOOK_SECONDS: Final = 0.01
 
 
 @atexit.register
 def _finish() -> None:
     """Called when the last thread that is no daemon has ended."""
-    here = os.getpid()
-    wait([future for future, process in _under_way.items() if process == here], EXIT_SECONDS)
-
-
-def _forget(future: Future[Any]) -> None:
-    _under_way.pop(future, None)
+    here, until = os.getpid(), time.monotonic() + EXIT_SECONDS
+    while here in list(_under_way.values()) and time.monotonic() < until:
+        time.sleep(_EXIT_LOOK_SECONDS)
 
 
 class ThreadPool:
@@ -63,16 +65,19 @@ class ThreadPool:
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
         """What the work returns, or raises; cancelled, work that has begun goes on."""
-        return await asyncio.wrap_future(self._submit(partial(work, *args)))
+        job = _Job(partial(work, *args), asyncio.get_running_loop())
+        try:
+            self._submit(job)
+            value: T = await job.result()
+            return value
+        finally:
+            job.cancel()
 
-    def _submit(self, work: Callable[[], T]) -> Future[T]:
-        job = _Job(work)
+    def _submit(self, job: _Job) -> None:
         with self._lock:
             self._start_thread()
-            _under_way[job.future] = os.getpid()
-            job.future.add_done_callback(_forget)
+            _under_way[job] = os.getpid()
             self._jobs.put(job)
-        return job.future
 
     def _start_thread(self) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -80,23 +85,24 @@ class ThreadPool:
             return
         name = f"{self._name}_{len(self._threads)}"
         thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
-        # Before it starts: a signal in between must not leave one that nobody counts.
-        self._threads.append(thread)
         try:
             thread.start()
         except RuntimeError:
             # The system gives no more of them. The others take the work, if there are any.
-            self._threads.remove(thread)
             if not self._threads:
                 raise
+        else:
+            # Not one whose start a signal's handler has interrupted: Python may have broken it. If
+            # not, it works beside the others, and ends with them.
+            self._threads.append(thread)
 
     def end(self) -> list[threading.Thread]:
         """Has the threads end with what is queued, without waiting for them."""
         with self._lock:
-            threads, self._threads = self._threads, []
-            jobs, self._jobs = self._jobs, queue.SimpleQueue()
-            for _ in threads:
-                jobs.put(None)
+            fresh: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+            # One statement without a call: threads of two queues would wait for each other's end.
+            threads, jobs, self._threads, self._jobs = self._threads, self._jobs, [], fresh
+            jobs.put(None)
         return threads
 
     def close(self) -> None:
@@ -106,26 +112,73 @@ class ThreadPool:
 
     def __del__(self) -> None:
         """Nobody is left to end them; without the lock, as any thread may collect garbage."""
-        for _ in self._threads:
-            self._jobs.put(None)
+        self._jobs.put(None)
 
 
 class _Job:
-    __slots__ = ("_work", "future")
+    """Some work, and what came of it.
 
-    def __init__(self, work: Callable[[], Any]) -> None:
+    No future of `concurrent.futures`: its condition stays taken when a signal's handler raises in
+    it (decision 31), and the thread that has done the work would wait for it.
+    """
+
+    __slots__ = ("_error", "_loop", "_permit", "_value", "_waiter", "_work", "is_over")
+
+    def __init__(self, work: Callable[[], Any], loop: asyncio.AbstractEventLoop | None) -> None:
         self._work = work
-        self.future: Future[Any] = Future()
+        self._loop = loop
+        # Whoever takes it out decides: the thread does the work, or nobody does.
+        self._permit = [None]
+        self._waiter: asyncio.Future[None] | None = None
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self.is_over = False
+
+    def cancel(self) -> None:
+        """Has it not begun, if it has not; else it goes on."""
+        with suppress(IndexError):
+            self._permit.pop()
+            _under_way.pop(self, None)
 
     def do(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
+        """In a thread."""
+        try:
+            self._permit.pop()
+        except IndexError:
             return
         try:
-            value = self._work()
+            self._value = self._work()
         except BaseException as error:
-            self.future.set_exception(raisable(error))
-        else:
-            self.future.set_result(value)
+            self._error = raisable(error)
+        self.is_over = True
+        _under_way.pop(self, None)
+        if self._loop is not None:
+            with suppress(RuntimeError):  # The loop has ended.
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def result(self) -> Any:
+        """What came of it, in the loop."""
+        loop = self._loop
+        assert loop is not None
+        while not self.is_over:
+            self._waiter = loop.create_future()
+            lookout = loop.call_later(LOOK_SECONDS, self._wake)
+            try:
+                await self._waiter
+            finally:
+                lookout.cancel()
+        if self._error is None:
+            return self._value
+        # Not kept here as well: its traceback holds whoever holds this.
+        error, self._error = self._error, None
+        try:
+            raise error
+        finally:
+            del error
 
 
 def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
@@ -134,3 +187,4 @@ def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
         job.do()
         # Not kept until the next one comes: it may hold much, and a traceback too.
         del job
+    jobs.put(None)  # For the next of them, however many there are.

@@ -12,8 +12,10 @@ from typing import Any
 
 from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind
+from retrysafe.core.handlers import is_of_handler, is_refusal
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Ending, Payload, StagedEntry, Step
+from retrysafe.core.one_call import is_interruption
 from retrysafe.core.ports import Ports
 from retrysafe.core.replay import replayed_value
 from retrysafe.core.settle import Settler
@@ -83,15 +85,14 @@ class Compensator:
         """
         try:
             return await _told(run, ending, payload, error, value, is_orphan=False)
-        except Exception:
-            raise
-        except BaseException:
-            # The caller is being cancelled, and the operation is done: its outcome must not be
-            # lost with the caller.
-            lease.is_handed_over = True
-            orphan = self.conclude_orphan(run, lease, ending, payload, error, entries)
-            told = self._settler.abandoning(run.call, run.attempt_number)
-            self._background.finish(orphan, told)
+        except BaseException as problem:
+            if not is_refusal(problem):
+                # The caller is being cancelled, and the operation is done: its outcome must not be
+                # lost with the caller.
+                lease.is_handed_over = True
+                orphan = self.conclude_orphan(run, lease, ending, payload, error, entries)
+                told = self._settler.abandoning(run.call, run.attempt_number)
+                self._background.finish(orphan, told)
             raise
 
     async def conclude_orphan(
@@ -150,6 +151,8 @@ async def _told(
     except ClaimLost as lost:
         raise lost from error
     except (StoreError, StepNotStored, InvalidInput) as problem:
+        if is_of_handler(problem):
+            raise
         run.writer.tell(EventKind.SETTLE_FAILED, str(problem))
         if isinstance(error, StepNotStored) and isinstance(problem, StepNotStored):
             # It says the same, and it has the step's result.
@@ -233,11 +236,10 @@ async def _undo_all(run: StepRun, error: Exception | None) -> CompensationFailed
         except ClaimLost:
             raise
         except Exception as problem:
-            if taken.has_returned:
-                # A signal's handler raised after it: it is done, and must not be done again.
-                await run.writer.record(Step(name, position, _DONE))
-                raise
-            if taken.is_doubtful:
+            if is_interruption(taken.made, problem):
+                if taken.has_returned:
+                    # A signal's handler raised after it: it is done, and must not be done again.
+                    await run.writer.record(Step(name, position, _DONE))
                 raise
             text = run.call.key.text
             failed = CompensationFailed(

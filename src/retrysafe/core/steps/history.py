@@ -223,8 +223,13 @@ class StepHistory:
             self._move(position)
 
     def _move(self, steps: int) -> None:
-        # Attempts that are over are dropped here, so a thread that runs for years keeps none.
-        others = [entry for entry in _trail.get() if entry[0]() not in (None, self)]
+        # Attempts that are over are dropped here, so a thread that runs for years keeps none. Not
+        # only those that are gone: that may wait for the garbage collector.
+        others = [
+            entry
+            for entry in _trail.get()
+            if (book := entry[0]()) is not None and book is not self and not book.is_over
+        ]
         _trail.set((*others, (weakref.ref(self), steps)))
 
     # The steps.

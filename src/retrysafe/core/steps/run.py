@@ -15,9 +15,10 @@ from retrysafe.core.atomic.block import storable_payload
 from retrysafe.core.atomic.complete_in import undo_quietly
 from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind
+from retrysafe.core.handlers import is_refusal
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Decision, Payload, Step, StepWrite
-from retrysafe.core.one_call import OneCall
+from retrysafe.core.one_call import OneCall, is_interruption
 from retrysafe.core.ports import Fate, Ports, Signal, Transaction
 from retrysafe.core.steps.history import StepHistory, StepOptions, Undo, checked_name
 from retrysafe.core.steps.pending import PendingStep
@@ -201,9 +202,7 @@ class StepRun:
         except BaseException as error:
             if not (taken.has_returned or taken.is_doubtful):
                 self._unstored.pop(name, None)
-            elif taken.has_returned and not (
-                name in self.writer.handed_over or isinstance(error, RetrysafeError)
-            ):
+            elif taken.has_returned and not (name in self.writer.handed_over or is_refusal(error)):
                 # A signal's handler raised before it was as far as that.
                 abandon = partial(self.writer.abandon, name)
                 self._background.finish(self._record_left(taken), abandon)
@@ -397,7 +396,7 @@ class StepRun:
                 is_certain = True
                 return value
             except Exception as error:
-                if run_once is None and not made.is_own(error):
+                if run_once is None and is_interruption(made, error):
                     raise
                 is_certain = self._is_nothing_happened(error)
                 raised = type(error).__name__

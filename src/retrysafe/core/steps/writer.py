@@ -1,6 +1,6 @@
 """Writing steps: a finished step's result becomes durable, or the operation is told what is not.
 
-Owns the retries of that write, and what happens to it when its caller is cancelled. The step has
+Owns that write, and what happens to it when its caller is cancelled. The step has
 run by now, so nothing here may forget that quietly.
 """
 
@@ -11,20 +11,13 @@ from typing import Any, Final
 
 from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind
+from retrysafe.core.handlers import is_refusal
+from retrysafe.core.insist import insist
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Decision, Step, StepWrite
 from retrysafe.core.ports import Ports
-from retrysafe.core.retries import RETRY_PAUSE_SECONDS, Retries
-from retrysafe.core.settle import RETRY_PAUSE_MAXIMUM_SECONDS
-from retrysafe.core.values import codec
-from retrysafe.errors import (
-    ClaimLost,
-    RetrysafeError,
-    StepNotStored,
-    StoreError,
-    StoreRejected,
-    StoreUnavailable,
-)
+from retrysafe.core.retries import Retries
+from retrysafe.errors import ClaimLost, StepNotStored, StoreError, StoreUnavailable
 
 # Nothing has run yet when the stored steps are read, so a store that is down is reported quickly.
 READ_TRIES: Final = 3
@@ -114,14 +107,13 @@ class StepWriter:
         """
         try:
             await self.write(step, value)
-        except RetrysafeError:
-            raise
-        except BaseException:
-            # The caller is being cancelled, and the step has run: its result must not be lost
-            # with the caller. Writing it twice is harmless, the first result stands.
-            self.handed_over.add(step.name)
-            orphan = self._record_orphan(self.write_of(step))
-            self._background.finish(orphan, partial(self.abandon, step.name))
+        except BaseException as error:
+            if not is_refusal(error):
+                # The caller is being cancelled, and the step has run: its result must not be lost
+                # with the caller. Writing it twice is harmless, the first result stands.
+                self.handed_over.add(step.name)
+                orphan = self._record_orphan(self.write_of(step))
+                self._background.finish(orphan, partial(self.abandon, step.name))
             raise
 
     async def write(self, step: Step, value: Any) -> None:
@@ -140,29 +132,19 @@ class StepWriter:
         return await self._write(write, value)
 
     async def _write(self, write: StepWrite, value: Any) -> Decision:
-        """Writes again until it stands, within the policy's patience."""
-        step = write.step
-        pause = RETRY_PAUSE_SECONDS
-        give_up = self._clock.monotonic() + self._call.policy.settle_patience.total_seconds()
-        while True:
-            try:
-                return await self._store.record_step(write)
-            except StoreRejected as error:
-                if step.payload.form == codec.WITHHELD:
-                    raise self._not_stored(step, value, error) from error
-                # The store cannot hold this result; that the step is done can be remembered.
-                self.tell(EventKind.WITHHELD, str(error))
-                step.payload = codec.withheld(f"the store refused it: {error}")
-                continue
-            except StoreUnavailable as error:
-                self.tell(EventKind.STORE_UNAVAILABLE, str(error))
-                if error.is_reentry or self._clock.monotonic() + pause > give_up:
-                    raise self._not_stored(step, value, error) from error
-            except StoreError as error:
-                # Waiting does not bring a lost database back.
-                raise self._not_stored(step, value, error) from error
-            await self._clock.sleep(pause)
-            pause = min(pause * 2, RETRY_PAUSE_MAXIMUM_SECONDS)
+        """Writes until it stands, within the policy's patience; else `StepNotStored`."""
+        try:
+            return await self._store.record_step(write)
+        except StoreError as error:
+            return await insist(
+                partial(self._store.record_step, write),
+                write.step,
+                error,
+                patience_seconds=self._call.policy.settle_patience.total_seconds(),
+                clock=self._clock,
+                tell=self.tell,
+                not_stored=partial(self._not_stored, write.step, value),
+            )
 
     async def _record_orphan(self, write: StepWrite) -> None:
         """The same for a step whose caller is gone; there is nobody left to tell."""

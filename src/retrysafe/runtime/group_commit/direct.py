@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from retrysafe.core.handlers import is_of_handler
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, SettleAnswer, Settlement
 from retrysafe.core.ports import Store
 from retrysafe.errors import StoreError, StoreUnavailable, error_like
@@ -26,7 +27,7 @@ HELD_UP_SECONDS: Final = 0.05
 
 def as_store_error(error: BaseException) -> StoreError:
     """A fresh error for one caller: a shared one would collect everybody's traceback."""
-    if not isinstance(error, StoreError):
+    if not isinstance(error, StoreError) or is_of_handler(error):
         fresh = StoreUnavailable(f"the commit broke off: {error!r}")
         fresh.__cause__ = error
         return fresh

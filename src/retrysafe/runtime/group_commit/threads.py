@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
+from retrysafe.core.handlers import is_of_handler
 from retrysafe.core.model import ClaimRequest, Settlement
 from retrysafe.core.ports import Store
 from retrysafe.errors import ClaimLost, StoreError, StoreUnavailable
@@ -206,14 +207,14 @@ class ThreadGroupCommit:
                 entry.result = claim_answer
             for entry, settle_answer in zip(settling, settled, strict=True):
                 entry.result = settle_answer
-        except (StoreError, RecursionError, MemoryError) as error:
-            # The last two have to do with where the store was called, and with nothing in it: what
-            # was sent may stand.
-            self._fail(batch, error)
         except BaseException as error:
             # Also for an interrupt in this thread: the other rows' threads must be told.
             self._fail(batch, error)
-            raise
+            # The last two have to do with where the store was called, and with nothing in it: what
+            # was sent may stand.
+            is_told = isinstance(error, StoreError | RecursionError | MemoryError)
+            if not is_told or is_of_handler(error):
+                raise
 
     @staticmethod
     def _fail(batch: list[_QueuedRow], error: BaseException) -> None:

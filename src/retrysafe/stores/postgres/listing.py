@@ -96,6 +96,14 @@ class Listing:
                 )
         return RecordPage.of(found, query.limit)
 
+    async def sample(self, size: int) -> list[StoredKey]:
+        """About so many records, from pages that are chosen at random."""
+        ((pages,),) = await self._fetch("table_pages")
+        # A page holds about seven, and fewer where many were removed; small tables are read whole.
+        percent = min(100.0, 100.0 * max(size // 4, 64) / max(pages, 1))
+        rows = await self._fetch("sample_records", percent, 4 * size)
+        return [stored_of(row) for row in rows][:: max(1, len(rows) // size)]
+
     async def list_abandoned(self, limit: int) -> list[StoredKey]:
         """At most `limit` pending records whose lease has ended, longest ended first.
 
