@@ -230,7 +230,7 @@ class PostgresStore:
         """Applies an operator's command."""
         for _ in range(ROUNDS_LIMIT):
             record, now_ms = await self._reader.read_of(key) or NO_RECORD
-            changed, decision = transitions.operate(record, command, now_ms)
+            changed, decision = transitions.operate(record, command, now_ms, note.seen)
             if changed is None or record is None:
                 return decision
             try:
