@@ -264,6 +264,23 @@ def test_nothing_is_promised_of_a_run_without_a_claim():
     assert status == 201
 
 
+def test_a_worker_that_stood_still_looks_at_its_lease_before_the_application_runs():
+    """In the layers around the protection, between its claim and the run."""
+    shop = Shop()
+    shop.die()
+
+    def standing_still(app):
+        def stand_still(environ, start_response):
+            environ["retrysafe.resumed"].attempt._lease.revoke()
+            return app(environ, start_response)
+
+        return stand_still
+
+    report = shop.work(standing_still)
+    assert (report.resumed, report.lost) == (0, 1)
+    assert len(shop.seen) == 1
+
+
 def test_a_client_of_a_resumable_route_may_prefer_to_be_accepted():
     """And may wait a while for the response: it comes in time, or a refusal does."""
     shop = Shop()
