@@ -161,7 +161,7 @@ def detail_json(stored: StoredKey) -> dict[str, Any]:
         # What a worker would resume the operation with; null when it is not resumable, or done.
         "arguments": None if stored.arguments is None else payload_json(stored.arguments),
         "steps": [_step_json(step) for step in stored.steps],
-        "outcomes": [_outcome_json(outcome, stored) for outcome in stored.outcomes],
+        "outcomes": [outcome_json(outcome, stored) for outcome in stored.outcomes],
     }
 
 
@@ -172,7 +172,7 @@ def past_json(key: Key, outcomes: Sequence[StoredOutcome]) -> dict[str, Any]:
         "record": None,
         "arguments": None,
         "steps": [],
-        "outcomes": [_outcome_json(outcome, None) for outcome in outcomes],
+        "outcomes": [outcome_json(outcome, None) for outcome in outcomes],
     }
 
 
@@ -207,7 +207,8 @@ def _is_current(outcome: StoredOutcome, stored: StoredKey | None) -> bool:
     return is_settled and outcome.token == stored.record.token
 
 
-def _outcome_json(outcome: StoredOutcome, stored: StoredKey | None) -> dict[str, Any]:
+def outcome_json(outcome: StoredOutcome, stored: StoredKey | None = None) -> dict[str, Any]:
+    """One ending in the audit as JSON."""
     return {
         "attempt": outcome.attempt,
         "ending": outcome.state.name.lower(),

@@ -109,6 +109,32 @@ def test_a_key_that_changed_meanwhile_is_left(invoke, failures, monkeypatch):
     assert document["refusals"] == ["key 'k3' of caller 'acme'"]
 
 
+@pytest.mark.parametrize(
+    ("rival", "method", "turn", "changed"), [("k1", "operate", 1, 2), ("new", "list_records", 2, 3)]
+)
+def test_a_success_since_the_look_is_never_expired(
+    invoke, desk, monkeypatch, rival, method, turn, changed
+):
+    """Neither of a key that was free then, nor of one that nobody has seen: it would run twice."""
+    from retrysafe.stores.sqlite import SqliteStore
+
+    for number in range(3):
+        desk.put(f"k{number}", SettleKind.RELEASE)
+    plain, turns = getattr(SqliteStore, method), iter(range(1, 9))
+
+    async def late(self, *arguments):
+        if next(turns) == turn:
+            desk.now_ms += 1
+            desk.put(rival)
+        return await plain(self, *arguments)
+
+    monkeypatch.setattr(SqliteStore, method, late)
+    command = ("keys", "expire", "--all", "--caller", "acme", "--yes", "--json", "--reason", "x")
+    document = invoke(*command, "--store", desk.url).json
+    assert (document["matched"], document["changed"]) == (3, changed)
+    assert desk.condition(rival) == Condition.SUCCEEDED
+
+
 def test_people_are_told_how_many_were_changed(invoke, failures):
     """One line at the end."""
     outcome = invoke(*release(failures, "--condition", "failed", "--yes", "--reason", "x"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 
 import psycopg
 import pytest
@@ -82,13 +84,21 @@ def test_snippets_of_a_document_run_in_order_and_print_what_they_say(path, tmp_p
         assert tested.returncode == 0, f"{name_of(path)} (line numbers fit):\n{tested.stdout}"
 
 
-def test_sql_in_the_documents_runs(documented_database):
+def test_sql_in_the_documents_runs(documented_database, tmp_path):
     """Every statement that a document shows is one that the schema understands."""
-    shown = [block for path in DOCUMENTS for block in blocks(path) if block.info == "sql"]
-    assert len(shown) > 1
-    with psycopg.connect(documented_database, autocommit=True) as connection:
+    shown = [block for path in DOCUMENTS for block in blocks(path)]
+    assert {block.info for block in shown} >= {"sql", "sqlite"}
+    file = tmp_path / "documented.db"
+    store = open_store(f"sqlite:///{file}")
+    run_sync(store.migrate())
+    run_sync(store.close())
+    with (
+        psycopg.connect(documented_database, autocommit=True) as server,
+        closing(sqlite3.connect(file)) as embedded,
+    ):
         for block in shown:
-            connection.execute("\n".join(block.lines))
+            if block.info in ("sql", "sqlite"):
+                (server if block.info == "sql" else embedded).execute("\n".join(block.lines))
 
 
 @pytest.mark.parametrize("path", _WITH_PYTHON, ids=name_of)
@@ -116,7 +126,17 @@ def test_the_readme_has_a_snippet_that_runs():
 def test_hardly_any_snippet_is_left_out():
     """`python no-run` is the only way to leave a snippet out, and it is counted."""
     infos = [block.info for path in DOCUMENTS for block in blocks(path)]
-    assert set(infos) <= {"", "python", "python no-run", "sh", "sql", "text", "json", "mermaid"}
+    assert set(infos) <= {
+        "",
+        "python",
+        "python no-run",
+        "sh",
+        "sql",
+        "sqlite",
+        "text",
+        "json",
+        "mermaid",
+    }
     assert infos.count("python no-run") <= NO_RUN_LIMIT
 
 

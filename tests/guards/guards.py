@@ -477,11 +477,11 @@ GUARDS: tuple[Guard, ...] = (
         "SQLite reads the clock under the write lock",
         "a lease is granted that ended while its claim waited, or a live one is taken over",
         (
+            InCode(sqlite_store.SqliteStore._apply, "= self._now_ms()", "= self._early_ms"),
             InCode(
-                sqlite_store.SqliteStore._commit,
-                "now_ms = self._now_ms()",
-                "pass",
-                also=("    def apply(", "    now_ms = self._now_ms()\n    def apply("),
+                sqlite_store.SqliteStore.commit,
+                "answers = self._write(",
+                "self._early_ms = self._now_ms(); answers = self._write(",
             ),
         ),
         properties.test_sqlite_reads_the_clock_under_the_write_lock,

@@ -12,7 +12,7 @@ from flask import Flask, g, jsonify, request
 
 from retrysafe import Idempotency, Policy, current_attempt
 from retrysafe.contrib.flask import Retrysafe
-from retrysafe.errors import PolicyInvalid
+from retrysafe.errors import PolicyInvalid, StoreUnavailable
 from retrysafe.http import Resumable, Rule, WSGIIdempotencyMiddleware, resumed_caller
 from retrysafe.observe import EventKind
 from retrysafe.stores import MemoryStore
@@ -239,6 +239,46 @@ def test_a_first_request_is_accepted_while_its_thread_goes_on():
     idem.close()
     assert ask_wsgi(shop.process()[0], "GET", "/idempotency-status/k-1", key=None).status == 201
     assert len(shop.effects) == 1
+
+
+def test_nothing_is_promised_of_a_run_without_a_claim():
+    """No status page would know of it, and no worker would finish it."""
+
+    class Down(MemoryStore):
+        async def commit(self, claims, settlements):
+            raise StoreUnavailable("down")
+
+    has_answer = threading.Event()
+
+    def application(environ, start_response):
+        has_answer.wait(0.2)  # As long as a 202 would take to leave.
+        start_response("201 Created", [])
+        return [b"{}"]
+
+    rule = Rule(path="/charges", resumable=Resumable(accepts=True))
+    app = WSGIIdempotencyMiddleware(
+        application, Idempotency(Down()), caller=account, rules=[rule], fail_open=True
+    )
+    status = ask_wsgi(app).status
+    has_answer.set()
+    assert status == 201
+
+
+def test_a_worker_that_stood_still_looks_at_its_lease_before_the_application_runs():
+    """In the layers around the protection, between its claim and the run."""
+    shop = Shop()
+    shop.die()
+
+    def standing_still(app):
+        def stand_still(environ, start_response):
+            environ["retrysafe.resumed"].attempt._lease.revoke()
+            return app(environ, start_response)
+
+        return stand_still
+
+    report = shop.work(standing_still)
+    assert (report.resumed, report.lost) == (0, 1)
+    assert len(shop.seen) == 1
 
 
 def test_a_client_of_a_resumable_route_may_prefer_to_be_accepted():

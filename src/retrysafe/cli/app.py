@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Final
 
 import typer
@@ -13,10 +15,12 @@ from typer.core import TyperGroup
 
 from retrysafe import __version__
 from retrysafe.cli import (
+    completion,
     consume,
     dashboard,
     demo,
     doctor,
+    export,
     key_actions,
     keys,
     migrate,
@@ -25,13 +29,15 @@ from retrysafe.cli import (
     outbox,
     output,
     relay,
+    stats,
     sweep,
     worker,
 )
-from retrysafe.cli.problems import ExitCode, problem_of, report
+from retrysafe.cli.problems import ExitCode, Problem, problem_of, report
 
 # The pool of PostgreSQL connections logs every try to connect; the error tells it once.
 _SILENCE: Final = logging.NullHandler()
+_OUTPUT_ERRORS: Final = frozenset({errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG})
 
 
 class OneLineErrors(TyperGroup):
@@ -56,7 +62,7 @@ class OneLineErrors(TyperGroup):
             result = super().main(
                 args=arguments,
                 prog_name=prog_name or "retrysafe",
-                complete_var=complete_var,
+                complete_var=complete_var or completion.VARIABLE,
                 standalone_mode=False,
                 windows_expand_args=windows_expand_args,
                 **extra,
@@ -70,14 +76,25 @@ class OneLineErrors(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = ExitCode.REFUSED
         except Exception as error:
-            problem = problem_of(error)
+            problem = problem_of(error) or _output_problem(error)
             if problem is None:
                 raise
-            report(problem, as_json=as_json)
+            with suppress(OSError):  # Nobody can be told where stderr is full, too.
+                report(problem, as_json=as_json)
             code = problem.code
         if standalone_mode:
             sys.exit(int(code))
         return int(code)
+
+
+def _output_problem(error: Exception) -> Problem | None:
+    """An output that takes no more: a full disk, or a device that is gone."""
+    if not isinstance(error, OSError) or error.errno not in _OUTPUT_ERRORS:
+        return None
+    # What is buffered would fail again at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    text = f"the output cannot be written: {os.strerror(error.errno)}"
+    return Problem("OutputFailed", text, ExitCode.REFUSED)
 
 
 def _show_flags_alone(command: Any) -> None:
@@ -97,14 +114,17 @@ app = typer.Typer(
 )
 app.command("migrate")(migrate.migrate)
 app.command("doctor")(doctor.doctor)
+app.command("stats")(stats.stats)
 app.add_typer(keys.app, name="keys", invoke_without_command=True)
 app.add_typer(outbox.app, name="outbox", invoke_without_command=True)
 app.command("worker")(worker.worker)
 app.command("relay")(relay.relay)
 app.command("consume")(consume.consume)
 app.command("sweep")(sweep.sweep)
+app.command("export")(export.export)
 app.command("dashboard")(dashboard.dashboard)
 app.command("demo")(demo.demo)
+app.command("completion")(completion.completion)
 
 
 @app.callback(invoke_without_command=True)
@@ -159,6 +179,8 @@ def _help_without_command(context: typer.Context) -> None:
 
 def run() -> int:
     """Runs the command of this process's arguments; returns its exit code."""
+    if completion.VARIABLE in os.environ:
+        completion.begin()
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Annotated, Final, TypeVar
 
 import typer
@@ -123,16 +124,25 @@ def chosen_store(url: str | None, busy_seconds: float, *, create: bool) -> Store
             create=create,
             migrate=False,
             busy_timeout=timedelta(seconds=busy_seconds),
+            is_async=_has_asyncpg_alone(),
         )
     except StoreUrlInvalid as error:
         # A store that ends with the process is no advice for a command.
         raise StoreUrlInvalid(str(error).partition(", or memory://")[0]) from None
+    if store.capabilities.waits is Waits.SUSPENDING:
+        from retrysafe.cli.loop_store import blocking  # noqa: PLC0415 — seldom needed.
+
+        return blocking(store)
     if store.capabilities.waits is Waits.NEVER:
         raise usage(
             f"{url} lives in one process and is empty in this one: name a store that is shared, "
             "such as sqlite:///path/to/file.db"
         )
     return store
+
+
+def _has_asyncpg_alone() -> bool:
+    return find_spec("psycopg") is None and find_spec("asyncpg") is not None
 
 
 @contextmanager

@@ -281,7 +281,7 @@ class MemoryStore:
         with self._locked():
             now_ms = self._now_ms()
             record = self._record_of(key)
-            changed, decision = transitions.operate(record, command, now_ms)
+            changed, decision = transitions.operate(record, command, now_ms, note.seen)
             if changed is not None and record is not None:
                 self._records[key.digest] = changed
                 action = transitions.action_of(record, command, note, now_ms)

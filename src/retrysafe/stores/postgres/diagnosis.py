@@ -28,7 +28,8 @@ _SKEW_NOTED_MS: Final = 1_000
 
 POOLER: Final = Finding(
     "A pooler such as PgBouncer stands in front of the server, and prepared statements are on: in "
-    "transaction mode another connection does not know them. Add ?prepared=off to the URL."
+    "transaction mode another connection does not know them. Add ?prepared=off to the URL.",
+    mend="add ?prepared=off to the URL of the store",
 )
 
 
@@ -55,26 +56,32 @@ def settings_findings(row: Sequence[Any]) -> list[Finding]:
         found.append(
             Finding(
                 "fsync is off: a crash of the machine forgets claims whose effects have happened, "
-                "and can damage the database. Set fsync = on."
+                "and can damage the database. Set fsync = on.",
+                mend="ALTER SYSTEM SET fsync = on; SELECT pg_reload_conf();",
             )
         )
     if full_page_writes == "off":
         found.append(
             Finding(
                 "full_page_writes is off: a crash of the machine can damage pages. Set it on, "
-                "unless the file system writes pages as a whole."
+                "unless the file system writes pages as a whole.",
+                mend="ALTER SYSTEM SET full_page_writes = on; SELECT pg_reload_conf();",
             )
         )
     if synchronous_commit == "off":
         found.append(
             Finding(
                 "synchronous_commit is off for this user and database: a crash of the server "
-                "forgets claims whose effects have happened. Set it to on."
+                "forgets claims whose effects have happened. Set it to on.",
+                mend="ALTER ROLE CURRENT_USER SET synchronous_commit = on;",
             )
         )
     if autovacuum == "off":
         found.append(
-            Finding("autovacuum is off: the tables grow without end. Set autovacuum = on.")
+            Finding(
+                "autovacuum is off: the tables grow without end. Set autovacuum = on.",
+                mend="ALTER SYSTEM SET autovacuum = on; SELECT pg_reload_conf();",
+            )
         )
     return found
 
@@ -98,6 +105,8 @@ def dead_host_findings(settings: Mapping[str, int]) -> list[Finding]:
                 "pause between two statements; or tcp_keepalives_idle = 30, "
                 "tcp_keepalives_interval = 10 and tcp_user_timeout = '1min'.",
                 is_problem=False,
+                mend="ALTER SYSTEM SET idle_in_transaction_session_timeout = '1min'; "
+                "SELECT pg_reload_conf();",
             )
         )
     if not settings["client_connection_check_interval"]:
@@ -107,6 +116,8 @@ def dead_host_findings(settings: Mapping[str, int]) -> list[Finding]:
                 "statement of its transaction runs or waits for a lock, the server notices after "
                 "the statement. Set it to '10s'.",
                 is_problem=False,
+                mend="ALTER SYSTEM SET client_connection_check_interval = '10s'; "
+                "SELECT pg_reload_conf();",
             )
         )
     return found
@@ -145,6 +156,7 @@ def replication_findings(row: Sequence[Any]) -> list[Finding]:
             "and outcomes, and their operations can run again. Set synchronous_standby_names, and "
             "synchronous_commit to on, if you fail over to it.",
             is_problem=False,
+            mend="ALTER SYSTEM SET synchronous_standby_names = '*'; SELECT pg_reload_conf();",
         )
     ]
 
@@ -157,14 +169,16 @@ def table_findings(rows: Sequence[Sequence[Any]]) -> list[Finding]:
             found.append(
                 Finding(
                     f"The table {name} is unlogged: a crash of the server empties it, and every "
-                    f"operation could run again. Run ALTER TABLE {name} SET LOGGED."
+                    f"operation could run again. Run ALTER TABLE {name} SET LOGGED.",
+                    mend=f"ALTER TABLE {name} SET LOGGED;",
                 )
             )
         if is_never_vacuumed:
             found.append(
                 Finding(
                     f"autovacuum is off for the table {name}, which then grows without end. Run "
-                    f"ALTER TABLE {name} RESET (autovacuum_enabled)."
+                    f"ALTER TABLE {name} RESET (autovacuum_enabled).",
+                    mend=f"ALTER TABLE {name} RESET (autovacuum_enabled);",
                 )
             )
     return found
@@ -176,7 +190,12 @@ def schema_findings(pending: Sequence[Migration] | StoreError, schema: str) -> l
         return [Finding(f"{pending}.")]
     if not isinstance(pending, SchemaMissing) and not pending:
         return []
-    return [Finding(f"The schema {schema} is missing or not up to date. Run retrysafe migrate.")]
+    return [
+        Finding(
+            f"The schema {schema} is missing or not up to date. Run retrysafe migrate.",
+            mend="retrysafe migrate",
+        )
+    ]
 
 
 def partition_findings(existing: set[str], now_ms: int) -> list[Finding]:
@@ -189,7 +208,8 @@ def partition_findings(existing: set[str], now_ms: int) -> list[Finding]:
         Finding(
             f"{len(missing)} of the coming {_DAYS_AHEAD + 1} days have no partition of outcomes "
             f"(the first is {missing[0]}): nobody has swept for some time. Run retrysafe sweep "
-            "every day."
+            "every day.",
+            mend="retrysafe sweep",
         )
     ]
 
@@ -205,5 +225,6 @@ def clock_finding(server_ms: int, asked_ms: int, answered_ms: int) -> list[Findi
             f"This host's clock is {abs(skew_ms) / 1000:.1f} s {direction} the server's. Nothing "
             "is decided by it, but times in logs will not fit together.",
             is_problem=False,
+            mend="timedatectl set-ntp true",
         )
     ]

@@ -86,7 +86,8 @@ class Listing:
             last_ms, after = from_ms - 1, b""
             width_ms *= _WIDER
             if until is not None:
-                left, took = until - time.monotonic(), time.monotonic() - asked_at
+                left = until - time.monotonic()
+                took = max(time.monotonic() - asked_at, 1e-6)
                 if left <= 0:
                     unsearched = f"keys claimed before {instant_text(from_ms)}"
                     return RecordPage(found, Position(last_ms, b""), unsearched)
@@ -95,6 +96,14 @@ class Listing:
                     _FIRST_WINDOW_MS, min(width_ms, int(width_ms * left / _WIDER / took))
                 )
         return RecordPage.of(found, query.limit)
+
+    async def sample(self, size: int) -> list[StoredKey]:
+        """About so many records, from pages that are chosen at random."""
+        ((pages,),) = await self._fetch("table_pages")
+        # A page holds about seven, and fewer where many were removed; small tables are read whole.
+        percent = min(100.0, 100.0 * max(size // 4, 64) / max(pages, 1))
+        rows = await self._fetch("sample_records", percent, 4 * size)
+        return [stored_of(row) for row in rows][:: max(1, len(rows) // size)]
 
     async def list_abandoned(self, limit: int) -> list[StoredKey]:
         """At most `limit` pending records whose lease has ended, longest ended first.

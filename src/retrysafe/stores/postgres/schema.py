@@ -21,6 +21,7 @@ _FILES: Final = (
     "leases.sql",
     "records.sql",
     "listing.sql",
+    "audit.sql",
     "operators.sql",
     "steps.sql",
     "atomic.sql",
@@ -60,6 +61,8 @@ LOCK_WAIT: Final = "50ms"
 # What reads much, for operators and sweeps, and may take longer than a commit.
 PATIENT: Final = frozenset(
     {
+        "audit_in_pages",
+        "audit_tables",
         "list_claimed",
         "list_entries",
         "list_partitions",
@@ -69,6 +72,7 @@ PATIENT: Final = frozenset(
         "pending_since",
         "read_outcomes",
         "read_table_options",
+        "sample_records",
         "sweep_actions",
         "sweep_arguments",
         "sweep_default_outcomes",

@@ -57,6 +57,11 @@ class Statements:
         run = connector.fetch_patiently if name in schema.PATIENT else connector.fetch
         return await self._tried(lambda: run(self.text(name), params))
 
+    async def fetch_text(self, text: str, params: Sequence[Any]) -> Sequence[Sequence[Any]]:
+        """Runs a statement that has no name of its own, and may take long."""
+        await self.require_current()
+        return await self._tried(lambda: self.connector.fetch_patiently(text, params))
+
     async def transact(self, flow: Callable[[Fetch], Awaitable[T]]) -> T:
         """Runs statements in one transaction, which waits for locks; again as `fetch` does."""
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from retrysafe import forks
 from retrysafe.core import transitions
-from retrysafe.core.keys.key import Key
+from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.core.listing import RecordPage, RecordQuery
 from retrysafe.core.model import (
     NO_NOTE,
@@ -35,10 +35,11 @@ from retrysafe.core.model import (
 from retrysafe.core.ports import Capabilities, ClaimResult, ExtendResult, SettleResult
 from retrysafe.core.size import StoreSize
 from retrysafe.errors import StoreError, StoreNotWritable, StoreRejected, StoreUnavailable
+from retrysafe.stores.audit import AuditPart
 from retrysafe.stores.clock import wall_clock_ms
-from retrysafe.stores.diagnosis import Finding
+from retrysafe.stores.diagnosis import Checkup, Finding
 from retrysafe.stores.migrations import Migration
-from retrysafe.stores.postgres import diagnosis, leases, rows, schema, size
+from retrysafe.stores.postgres import audit, diagnosis, leases, rows, schema, size
 from retrysafe.stores.postgres.atomic import PostgresTransaction
 from retrysafe.stores.postgres.claims import Claims
 from retrysafe.stores.postgres.contended import ROUNDS_LIMIT, Contended, kept_changing
@@ -196,6 +197,21 @@ class PostgresStore:
         """Every stored outcome of a key, also when a sweep has removed its record; by an index."""
         return await self._reader.read_audit(key), ""
 
+    async def audit_part(self, first_ms: int, past_ms: int, start: tuple[int, int]) -> AuditPart:
+        """Outcomes that were settled between two instants, from a position on."""
+        return await audit.part(self._statements, first_ms, past_ms, start)
+
+    async def actions_between(
+        self, first_ms: int, past_ms: int, after_id: int, limit: int
+    ) -> list[tuple[int, Key, OperatorAction]]:
+        """What operators did between two instants, behind a number."""
+        asked = (first_ms, past_ms, after_id, limit)
+        found = await self._statements.fetch("actions_between", *asked)
+        return [
+            (number, Key(text, caller=caller or GLOBAL), OperatorAction(*action))
+            for number, caller, text, *action in found
+        ]
+
     async def last_outcome(self, key: Key) -> StoredOutcome | None:
         """The newest ending of the key's present life."""
         return await self._reader.last_outcome(key)
@@ -204,13 +220,17 @@ class PostgresStore:
         """Records for an operator, newest claim first."""
         return await self._listing.list_records(query)
 
+    async def sample(self, size: int) -> list[StoredKey]:
+        """About so many records, spread over all of them."""
+        return await self._listing.sample(size)
+
     async def operate(
         self, key: Key, command: OperatorCommand, note: OperatorNote = NO_NOTE
     ) -> Decision:
         """Applies an operator's command."""
         for _ in range(ROUNDS_LIMIT):
             record, now_ms = await self._reader.read_of(key) or NO_RECORD
-            changed, decision = transitions.operate(record, command, now_ms)
+            changed, decision = transitions.operate(record, command, now_ms, note.seen)
             if changed is None or record is None:
                 return decision
             try:
@@ -302,37 +322,44 @@ class PostgresStore:
 
     async def diagnose(self) -> list[Finding]:
         """What is wrong with the server's settings, and what is worth knowing."""
-        try:
-            return await self._diagnosed()
-        except StoreNotWritable as error:
-            return [diagnosis.not_writable(error)]  # No question would be answered.
+        return (await self.check_up()).findings
 
-    async def _diagnosed(self) -> list[Finding]:
-        pooler = await self._statements.pooler_findings()
-        if pooler:
-            return pooler  # Every other statement may fail for that very reason.
+    async def check_up(self) -> Checkup:
+        """The same, with what was looked at."""
+        checkup = Checkup()
+        try:
+            await self._check(checkup)
+        except StoreNotWritable as error:
+            checkup.add(
+                "takes writes", [diagnosis.not_writable(error)]
+            )  # Nothing else is answered.
+        return checkup
+
+    async def _check(self, checkup: Checkup) -> None:
+        if checkup.add("pooler mode", await self._statements.pooler_findings()):
+            return  # Every other statement may fail for that very reason.
         # Asked without the schema: whether it is there is one of the questions.
-        text = self._statements.text
-        settings = await self._connector.fetch(text("read_settings"))
-        found = diagnosis.settings_findings(settings[0])
-        limits = await self._connector.fetch(text("read_dead_host_settings"))
-        found += diagnosis.dead_host_findings({row[0]: row[1] for row in limits})
-        replication = await self._connector.fetch(text("read_replication"))
-        found += diagnosis.replication_findings(replication[0])
+        text, ask = self._statements.text, self._connector.fetch
+        settings = await ask(text("read_settings"))
+        checkup.add("version and durability", diagnosis.settings_findings(settings[0]))
+        limits = {row[0]: row[1] for row in await ask(text("read_dead_host_settings"))}
+        checkup.add("time-outs and keepalives", diagnosis.dead_host_findings(limits))
+        replication = await ask(text("read_replication"))
+        checkup.add("replication", diagnosis.replication_findings(replication[0]))
+        asked_ms = wall_clock_ms()
+        ((now_ms,),) = await ask(text("now_ms"))
+        checkup.add("clock", diagnosis.clock_finding(now_ms, asked_ms, wall_clock_ms()))
         try:
             pending: list[Migration] | StoreError = await self.pending_migrations()
         except StoreError as error:
             pending = error
-        asked_ms = wall_clock_ms()
-        ((now_ms,),) = await self._connector.fetch(text("now_ms"))
-        found += diagnosis.clock_finding(now_ms, asked_ms, wall_clock_ms())
-        missing = diagnosis.schema_findings(pending, self.schema_name)
-        if missing:
-            return found + missing
+        if checkup.add("schema", diagnosis.schema_findings(pending, self.schema_name)):
+            return
         fetch = self._statements.fetch
-        found += diagnosis.table_findings(await fetch("read_table_options", self.schema_name))
+        options = await fetch("read_table_options", self.schema_name)
+        checkup.add("tables and autovacuum", diagnosis.table_findings(options))
         existing = {row[0] for row in await fetch("list_partitions")}
-        return found + diagnosis.partition_findings(existing, now_ms)
+        checkup.add("partitions", diagnosis.partition_findings(existing, now_ms))
 
     def refuse_reentry(self) -> None:
         """Raises `StoreUnavailable` where a signal's handler would wait for its own thread."""

@@ -7,6 +7,7 @@ which the first use does.
 from __future__ import annotations
 
 import os
+import shlex
 import sqlite3
 import stat
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from retrysafe.errors import StoreError
-from retrysafe.stores.diagnosis import Finding
+from retrysafe.stores.diagnosis import Checkup, Finding
 from retrysafe.stores.sqlite import file, schema
 
 # Where Linux lists what is mounted; elsewhere the kind of a file system is not looked up.
@@ -41,15 +42,17 @@ _NETWORK: Final = frozenset(
 _IN_MEMORY: Final = frozenset({"ramfs", "tmpfs"})
 
 
-def look(path: Path, busy_seconds: float) -> list[Finding]:
+def look(path: Path, busy_seconds: float) -> Checkup:
     """What is wrong with the file, and what is worth knowing; raises `StoreMissing`."""
-    found = access_findings(path)
-    if not found:
+    checkup = Checkup()
+    if not checkup.add("access", access_findings(path)):
         # Even reading needs the two files beside it, which a folder that is closed does not allow.
         with closing(file.connect(path, False, busy_seconds)) as connection:
-            found += schema_findings(connection)
-            found += mode_findings(connection)
-    return found + reader_findings(path) + file_system_findings(file_system_of(path, _mounts()))
+            checkup.add("schema", schema_findings(connection))
+            checkup.add("journal mode", mode_findings(connection))
+    checkup.add("other readers", reader_findings(path))
+    checkup.add("file system", file_system_findings(file_system_of(path, _mounts())))
+    return checkup
 
 
 def access_findings(path: Path) -> list[Finding]:
@@ -57,13 +60,17 @@ def access_findings(path: Path) -> list[Finding]:
     found = []
     if path.exists() and not os.access(path, os.R_OK | os.W_OK):
         found.append(
-            Finding(f"{path} may not be written by this user: no key could be claimed. Change it.")
+            Finding(
+                f"{path} may not be written by this user: no key could be claimed. Change it.",
+                mend=f"chown $(id -u) {shlex.quote(str(path))}",
+            )
         )
     if path.parent.is_dir() and not os.access(path.parent, os.W_OK | os.X_OK):
         found.append(
             Finding(
                 f"The folder {path.parent} may not be written by this user, and SQLite keeps two "
-                "files beside the database there. Change it."
+                "files beside the database there. Change it.",
+                mend=f"chown $(id -u) {shlex.quote(str(path.parent))}",
             )
         )
     return found
@@ -79,6 +86,7 @@ def reader_findings(path: Path) -> list[Finding]:
             "outcomes in it. The files that retrysafe makes are for their owner alone: run chmod "
             "600 on this one and on the -wal and -shm beside it, unless it is meant to be read.",
             is_problem=False,
+            mend=f"chmod 600 {shlex.quote(str(path))}*",
         )
     ]
 
@@ -92,7 +100,12 @@ def schema_findings(connection: sqlite3.Connection) -> list[Finding]:
         return [Finding(f"{text[:1].upper()}{text[1:]}.")]
     if is_current:
         return []
-    return [Finding("The schema is missing or not up to date. Run retrysafe migrate.")]
+    return [
+        Finding(
+            "The schema is missing or not up to date. Run retrysafe migrate.",
+            mend="retrysafe migrate",
+        )
+    ]
 
 
 def mode_findings(connection: sqlite3.Connection) -> list[Finding]:

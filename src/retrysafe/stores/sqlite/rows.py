@@ -74,6 +74,21 @@ def listed(connection: sqlite3.Connection, query: RecordQuery, now_ms: int) -> l
     return [record(row) for row in found]
 
 
+def sampled(connection: sqlite3.Connection, size: int) -> list[Record]:
+    """Records at ids that are spread evenly; ids that are gone stand for the next one."""
+    first, last = connection.execute(SQL["bounds_of_keys"]).fetchone()
+    if first is None:
+        return []
+    steps = min(size, last - first + 1)
+    ids = [first + (last - first) * step // max(1, steps - 1) for step in range(steps)]
+    found = {
+        row[0]: row
+        for number in ids
+        for row in connection.execute(SQL["select_key_from"], (number,)).fetchall()
+    }
+    return [record(row) for row in found.values()]
+
+
 def update(connection: sqlite3.Connection, changed: Record) -> None:
     """Writes a decided transition."""
     connection.execute(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from retrysafe import forks
@@ -35,8 +36,9 @@ from retrysafe.core.model import (
 from retrysafe.core.ports import Capabilities, ClaimResult, ExtendResult, SettleResult, Waits
 from retrysafe.core.size import StoreSize
 from retrysafe.errors import StoreRejected
+from retrysafe.stores.audit import AuditPart
 from retrysafe.stores.clock import wall_clock_ms
-from retrysafe.stores.diagnosis import Finding
+from retrysafe.stores.diagnosis import Checkup, Finding
 from retrysafe.stores.migrations import Migration
 from retrysafe.stores.sqlite import (
     audit,
@@ -115,37 +117,29 @@ class SqliteStore:
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
         """Applies a batch in one transaction, or row by row when one of them is refused."""
         try:
-            answers = self._commit(claims, settlements)
-            for item in settlements:
-                if item.entries:
-                    self.outbox.hints.tell()
-                    break
-            return answers
+            answers = self._write(partial(self._apply, claims, settlements))
         except StoreRejected as rejected:
             if len(claims) + len(settlements) == 1:
                 return ([rejected], []) if claims else ([], [rejected])
-        claim_results: list[ClaimResult] = []
-        for request in claims:
-            claim_results += (await self.commit([request], []))[0]
-        settle_results: list[SettleResult] = []
-        for settlement in settlements:
-            settle_results += (await self.commit([], [settlement]))[1]
-        return claim_results, settle_results
+            # Endings first here as well, see `_apply`.
+            settled = [(await self.commit([], [item]))[1][0] for item in settlements]
+            return [(await self.commit([item], []))[0][0] for item in claims], settled
+        if any(item.entries for item in settlements):
+            self.outbox.hints.tell()
+        return answers
 
-    def _commit(
-        self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
+    def _apply(
+        self,
+        claims: Sequence[ClaimRequest],
+        settlements: Sequence[Settlement],
+        connection: sqlite3.Connection,
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
-        grace = self._connections.grace
-
-        def apply(connection: sqlite3.Connection) -> tuple[list[ClaimResult], list[SettleResult]]:
-            # Read under the write lock: the wait for it must not count against a lease.
-            now_ms = self._now_ms()
-            # Endings first: an outcome that is there must not lose to a claim beside it.
-            settled = settle(connection, settlements, now_ms) if settlements else []
-            claimed = claim(connection, claims, now_ms, grace) if claims else []
-            return claimed, settled
-
-        return self._write(apply)
+        # Read under the write lock: the wait for it must not count against a lease.
+        now_ms = self._now_ms()
+        # Endings first: an outcome that is there must not lose to a claim beside it.
+        settled = settle(connection, settlements, now_ms) if settlements else []
+        claimed = claim(connection, claims, now_ms, self._connections.grace) if claims else []
+        return claimed, settled
 
     async def extend(
         self, extensions: Sequence[Extension], timeout_seconds: float
@@ -234,6 +228,20 @@ class SqliteStore:
         """Stored outcomes of a key, the newest first to be searched, with or without a record."""
         return audit.searched(self._read, key, seconds)
 
+    async def audit_part(self, first_ms: int, past_ms: int, start: tuple[int, int]) -> AuditPart:
+        """Outcomes that were settled between two instants, from a position on."""
+        return self._read(lambda connection: audit.part(connection, first_ms, past_ms, start))
+
+    async def actions_between(
+        self, first_ms: int, past_ms: int, after_id: int, limit: int
+    ) -> list[tuple[int, Key, OperatorAction]]:
+        """What operators did between two instants, behind a number."""
+        return self._read(
+            lambda connection: operators.actions_between(
+                connection, first_ms, past_ms, after_id, limit
+            )
+        )
+
     async def list_records(self, query: RecordQuery) -> RecordPage:
         """Records for an operator, newest claim first."""
 
@@ -242,6 +250,16 @@ class SqliteStore:
             found = rows.listed(connection, query, now_ms)
             listed = [StoredKey(item, condition_of(item, now_ms), now_ms) for item in found]
             return RecordPage.of(listed, query.limit)
+
+        return self._read(look)
+
+    async def sample(self, size: int) -> list[StoredKey]:
+        """About so many records, spread over all of them."""
+
+        def look(connection: sqlite3.Connection) -> list[StoredKey]:
+            now_ms = self._now_ms()
+            found = rows.sampled(connection, size)
+            return [StoredKey(item, condition_of(item, now_ms), now_ms) for item in found]
 
         return self._read(look)
 
@@ -277,7 +295,7 @@ class SqliteStore:
         def apply(connection: sqlite3.Connection) -> Decision:
             record = rows.select_of(connection, key)
             now_ms = self._now_ms()
-            changed, decision = transitions.operate(record, command, now_ms)
+            changed, decision = transitions.operate(record, command, now_ms, note.seen)
             if changed is not None and record is not None:
                 rows.update(connection, changed)
                 action = transitions.action_of(record, command, note, now_ms)
@@ -322,6 +340,10 @@ class SqliteStore:
 
     async def diagnose(self) -> list[Finding]:
         """What is wrong with the file, and what is worth knowing; raises `StoreError`."""
+        return (await self.check_up()).findings
+
+    async def check_up(self) -> Checkup:
+        """The same, with what was looked at."""
         try:
             return diagnosis.look(self.path, self._busy_seconds)
         except SQLITE_ERRORS as error:

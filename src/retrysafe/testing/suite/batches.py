@@ -109,6 +109,18 @@ class BatchCases(SuiteBase):
         assert _decisions(settled) == [Decision.APPLY]
         assert _decisions(claimed) == [Decision.REPLAY]
 
+    def test_an_owner_wins_over_a_takeover_beside_it_and_beside_a_poisoned_row(
+        self, probe: Probe
+    ) -> None:
+        """Also when the batch is taken apart, because one of its rows is refused."""
+        token = probe.arrange(Condition.ABANDONED)
+        claimed, settled = probe.commit(
+            [request(key_of("poisoned"), operation=_SURROGATE), request()],
+            [settlement(SettleKind.COMPLETE, KEY, token)],
+        )
+        assert _decisions(settled) == [Decision.APPLY]
+        assert _decisions(claimed[1:]) == [Decision.REPLAY]
+
     def test_one_key_twice_in_a_batch_has_one_winner(self, probe: Probe) -> None:
         """Rows for one key count as if one came after the other."""
         wishes = [request() for _ in range(5)]

@@ -74,3 +74,12 @@ ON CONFLICT (is_only) DO UPDATE SET
     started_at_ms = excluded.started_at_ms, ended_at_ms = excluded.ended_at_ms,
     is_whole = excluded.is_whole, digests = excluded.digests
 WHERE w.started_at_ms <= excluded.started_at_ms;
+
+-- name: sample_records
+-- The records of some pages, chosen at random: a share of all pages, in percent.
+SELECT
+    {now_ms}, k.digest, k.caller, k.key, k.operation, k.rule, k.fingerprint, k.state, k.token,
+    k.attempt, k.first_claimed_at_ms, k.claimed_at_ms, {lease_ends_at_ms}, k.settled_at_ms,
+    k.expires_at_ms, k.owner, k.releases, k.is_uncertain, {nothing_happened}, k.corrected_at_ms
+FROM {schema}.keys AS k TABLESAMPLE SYSTEM ($1::real)
+LIMIT $2;

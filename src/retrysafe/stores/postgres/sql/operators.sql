@@ -22,3 +22,10 @@ WITH oldest AS (
     RETURNING 1
 )
 SELECT count(*) FROM removed;
+
+-- name: actions_between
+-- What operators did between two instants, by their numbers.
+SELECT id, caller, key, command, condition, attempt, operator, reason, acted_at_ms
+FROM {schema}.operator_actions
+WHERE acted_at_ms >= $1::bigint AND acted_at_ms < $2::bigint AND id > $3::bigint
+ORDER BY id LIMIT $4::bigint;

@@ -16,3 +16,10 @@ FROM retrysafe_operator_actions WHERE digest = ? AND caller = ? AND key = ? ORDE
 DELETE FROM retrysafe_operator_actions WHERE id IN (
     SELECT id FROM retrysafe_operator_actions ORDER BY id LIMIT :limit
 ) AND acted_at_ms <= :past_ms;
+
+-- name: select_actions_between
+-- What operators did between two instants, by their numbers.
+SELECT id, caller, key, command, condition, attempt, operator, reason, acted_at_ms
+FROM retrysafe_operator_actions
+WHERE id > :after AND acted_at_ms >= :first_ms AND acted_at_ms < :past_ms
+ORDER BY id LIMIT :limit;

@@ -42,6 +42,18 @@ WHERE (:caller IS NULL OR caller = :caller)
 ORDER BY claimed_at_ms DESC, digest
 LIMIT :limit;
 
+-- name: bounds_of_keys
+-- The first and the last id.
+SELECT (SELECT min(id) FROM retrysafe_keys), (SELECT max(id) FROM retrysafe_keys);
+
+-- name: select_key_from
+-- The record at an id, or the next one.
+SELECT
+    digest, caller, key, operation, rule, fingerprint, state, token, attempt,
+    first_claimed_at_ms, claimed_at_ms, lease_ends_at_ms, settled_at_ms, expires_at_ms, owner,
+    releases, is_uncertain, {nothing_happened}, corrected_at_ms
+FROM retrysafe_keys AS k WHERE id >= ? ORDER BY id LIMIT 1;
+
 -- name: select_standing
 -- The whole outcome that a replay gives, found by its id.
 SELECT
@@ -65,6 +77,22 @@ SELECT min(id) FROM (
 -- Those of a key in a stretch of ids.
 SELECT id, token, attempt, state, form, head, body, settled_at_ms, audit_ends_at_ms
 FROM retrysafe_outcomes WHERE id >= :first AND id < :before AND digest = :digest;
+
+-- name: last_outcome_after
+-- Where a bounded number of outcomes behind an id ends, and the last of all.
+SELECT max(id), (SELECT max(id) FROM retrysafe_outcomes) FROM (
+    SELECT id FROM retrysafe_outcomes WHERE id > :after ORDER BY id LIMIT :rows
+);
+
+-- name: select_audit_between
+-- The outcomes of a stretch of ids that were settled between two instants, with what is known of
+-- their keys.
+SELECT
+    o.digest, k.caller, k.key, k.operation,
+    o.token, o.attempt, o.state, o.form, o.head, o.body, o.settled_at_ms, o.audit_ends_at_ms
+FROM retrysafe_outcomes AS o LEFT JOIN retrysafe_keys AS k ON k.digest = o.digest
+WHERE o.id > :after AND o.id <= :last AND o.settled_at_ms >= :first_ms AND o.settled_at_ms < :past_ms
+ORDER BY o.id;
 
 -- name: select_last_outcome
 -- The newest ending of a key's present life. A claim leaves the id of the last one where it was, so
