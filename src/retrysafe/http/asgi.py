@@ -317,7 +317,7 @@ class IdempotencyMiddleware:
         # A transaction of the application's own has the time-outs that its database was given.
         if self._lookout is not None and is_news and plan.route.rule.transaction is None:
             self._lookout.watch(run, call, waiter, loop)
-        run.settling = loop.create_task(self._settle(run, call, waiter))
+        run.answering = loop.create_task(self._answer_apart(run, call, waiter))
         try:
             if run.started is not None and not await _is_prompt(run, waiter):
                 return answers.accepted(
@@ -372,7 +372,9 @@ class IdempotencyMiddleware:
         unprotected.end_claimed(call, None)
         return answer
 
-    async def _settle(self, run: AppRun, call: Call, waiter: asyncio.Future[Answer[Any]]) -> None:
+    async def _answer_apart(
+        self, run: AppRun, call: Call, waiter: asyncio.Future[Answer[Any]]
+    ) -> None:
         """Answers the call, and tells the waiter at once: a task's own callbacks come later."""
         try:
             answer = await self._outcome(run, call)
