@@ -316,6 +316,25 @@ async def test_no_client_can_pretend_to_be_resumed():
 
 
 @on_a_loop
+@pytest.mark.parametrize("other", [[], [Rule(path="/charges", name="other")]])
+async def test_a_request_whose_rule_has_moved_runs_neither_without_a_claim_nor_under_another(
+    other, caplog
+):
+    """A deploy has given its name to another path: each attempt would have run it once more."""
+    shop = Shop(Rule(path="/charges", name="charge", resumable=True))
+    await shop.die()
+    shop.options["caller"] = lambda request: "anybody"
+    moved = Rule(path="/v2/charges", name="charge", resumable=True)
+    idem = AsyncIdempotency(shop.store, policy=POLICY, cache=False)
+    app = IdempotencyMiddleware(shop.endpoint, idem, rules=[moved, *other], **shop.options)
+    with caplog.at_level(logging.WARNING, "retrysafe"):
+        report = (await idem.worker(WORKER, app=app).run_once())["recovery"]
+    await idem.close()
+    assert (report.failed, len(shop.seen)) == (1, 1)
+    assert "Keep a rule of that name for the path" in caplog.text
+
+
+@on_a_loop
 async def test_a_worker_without_an_application_claims_nothing():
     """It reports the key, and uses up no attempt."""
     shop = Shop()
