@@ -63,6 +63,7 @@ class Engine:
         self._monotonic = ports.clock.monotonic
         self._lock = ports.lock
         self._who = ports.executor.who
+        self._current = ports.executor.current
         self._mint_token = ports.mint_token
         self._report = ports.report
         self._owner = ports.owner
@@ -358,7 +359,11 @@ class Engine:
             phase = flight.phase
             if phase is not Phase.CLAIMING and phase is not Phase.LANDED:
                 self._check_same(call, flight, "process")
-                if wait_until is None or not (call.waiters is None or call.waiters.enter(waiter)):
+                if (
+                    wait_until is None
+                    or self._is_inside(call)
+                    or not (call.waiters is None or call.waiters.enter(waiter))
+                ):
                     raise self._in_flight(call, flight, "process")
             if phase is Phase.LANDED:
                 return self._disembark(flight, call, wait_until)
@@ -439,6 +444,11 @@ class Engine:
         error.is_known_here = source == "process"
         return error
 
+    def _is_inside(self, call: Call) -> bool:
+        """Whether the caller is the very operation that it would wait for."""
+        key = getattr(self._current(), "key", None)
+        return key is not None and key.digest == call.key.digest
+
     def _in_flight(
         self, call: Call, flight: Flight, source: str, *, has_waited: bool = False
     ) -> OperationInFlight:
@@ -453,6 +463,11 @@ class Engine:
                 lease = f"; its lease ends in {left:.1f} s unless it is renewed"
             seconds = self._run_times.retry_after(
                 call.operation, flight.seconds_run(now), left if has_lease else None
+            )
+        if self._is_inside(call):
+            lease = (
+                ": this call is inside of it. Give it a key of its own, such as "
+                "current_attempt().child_key('part')"
             )
         kind = EventKind.WAIT_TIMED_OUT if has_waited else EventKind.IN_FLIGHT
         self._report(kind, call, source=source)
