@@ -311,3 +311,24 @@ def test_a_view_cannot_answer_before_it_has_run():
     """Refused at set-up, with what can."""
     with pytest.raises(PolicyInvalid, match="WSGIIdempotencyMiddleware"):
         FlaskShop(resumable=Resumable(accepts=True)).process()
+
+
+def test_a_resumed_response_past_its_limits_is_done_and_ends():
+    """It has no reader, and might go on for ever."""
+    shop = Shop(policy=POLICY.with_changes(outcome_limit_bytes=100))
+    shop.die()
+    ended = []
+
+    def endless(environ, start_response):
+        current_attempt().step("charge", shop.charge, "")
+        start_response("201 Made", [])
+        try:
+            while True:
+                yield b"x" * 50
+        finally:
+            ended.append(environ["PATH_INFO"])
+
+    shop.plain = endless
+    assert shop.work().resumed == 1
+    assert ended == ["/charges"]
+    assert ask_wsgi(shop.process()[0]).problem == "outcome-unavailable"
