@@ -75,6 +75,7 @@ soak: setup ## Run simulation, overlapping batches, dying consumers and workers 
 	$(BIN)/python -m tests.simulation --seeds 1000000 --minutes 20
 	$(BIN)/python -m tests.consumers.soak --messages 10000 --minutes 6
 	$(BIN)/python -m tests.tasks.soak --tasks 500 --minutes 5
+	$(BIN)/python -m tests.processes.resumed_soak --requests 500 --minutes 5
 
 docs: setup ## Generate the generated parts of the documents
 	$(BIN)/python scripts/generate_docs.py

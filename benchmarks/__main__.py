@@ -10,9 +10,11 @@ import sys
 from benchmarks import (
     consumers_bench,
     http_bench,
+    operators_bench,
     outbox_bench,
     postgres_bench,
     sqlite_bench,
+    telemetry_bench,
 )
 
 BENCHMARKS = {
@@ -20,8 +22,10 @@ BENCHMARKS = {
     "postgres": postgres_bench.run,
     "cleanup": postgres_bench.run_cleanup,
     "http": http_bench.run,
+    "operators": operators_bench.run,
     "outbox": outbox_bench.run,
     "consumers": consumers_bench.run,
+    "telemetry": telemetry_bench.run,
 }
 
 

@@ -88,6 +88,10 @@ class Lost(Alarmed, ClaimLost):
         super().__init__("by a handler")
 
 
+class Stopped(Alarmed, StopIteration):
+    """What leaves a handler that has asked an empty iterator for more."""
+
+
 Handler = Callable[[], object]
 
 

@@ -9,20 +9,20 @@ once, and the outcome is that of the one who finished. If nobody came meanwhile,
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from datetime import timedelta
 
 import pytest
 
-from retrysafe import AsyncIdempotency, Idempotency, Policy, current_attempt
+from retrysafe import Idempotency, Policy, current_attempt
 from retrysafe.core.events import EventKind
 from retrysafe.stores import open_store
 from retrysafe.workers import WorkerPolicy
 from tests.attacks.freezing import Freezer, wait_until_frozen
 from tests.attacks.relays import wait_until
 from tests.processes.ledger import note, noted
+from tests.processes.recovering import recovered_once
 
 POLICY = Policy(lease=timedelta(milliseconds=400), attempt_limit=100)
 WORKER = WorkerPolicy(interval=timedelta(milliseconds=50), back_off=timedelta(0), concurrency=1)
@@ -90,18 +90,8 @@ def _work(pipe, url: str, ledger: str, face: str, boundary: str) -> dict[str, in
             Here.freezer.cross("granted")
 
     options = {"caller": "shop", "policy": POLICY, "observers": [granted]}
-    if face == "async":
-
-        async def work():
-            async with AsyncIdempotency(store, **options) as idem:
-                idem.resumable("checkout")(checkout_async)
-                return (await idem.worker(WORKER).run_once())["recovery"]
-
-        report = asyncio.run(work())
-    else:
-        with Idempotency(store, **options) as idem:
-            idem.resumable("checkout")(checkout)
-            report = idem.worker(WORKER).run_once()["recovery"]
+    operation = checkout_async if face == "async" else checkout
+    report = recovered_once(store, options, operation, WORKER)
     return {"resumed": report.resumed, "lost": report.lost, "failed": report.failed}
 
 

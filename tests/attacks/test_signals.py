@@ -177,6 +177,7 @@ ACTS: dict[str, Callable[[Scene], Any]] = {
     "read": lambda s: s.store.read(s.running),
     "read: audit": lambda s: s.store.read(s.running, with_audit=True),
     "read_audit": lambda s: s.store.read_audit(s.running),
+    "read_actions": lambda s: s.store.read_actions(s.running),
     "last_outcome": lambda s: s.store.last_outcome(s.running),
     "list_records": lambda s: s.store.list_records(RecordQuery(limit=5)),
     "list_abandoned": lambda s: s.store.list_abandoned(5),
@@ -189,6 +190,11 @@ ACTS: dict[str, Callable[[Scene], Any]] = {
     "close": lambda s: s.store.close(),
     "migrate": lambda s: s.store.migrate(),
     "pending_migrations": lambda s: s.store.pending_migrations(),
+    "audit_part": lambda s: s.store.audit_part(0, 2**60, (0, 0)),
+    "actions_between": lambda s: s.store.actions_between(0, 2**60, 0, 5),
+    "sample": lambda s: s.store.sample(5),
+    "measure": lambda s: s.store.measure(),
+    "check_up": lambda s: s.store.check_up(),
     "diagnose": lambda s: s.store.diagnose(),
     "join: lock": lambda s: s.joined(
         lambda t, r: t.lock(r.key, 1.0), lambda t, r: t.look(r), lambda t, _: t.undo()

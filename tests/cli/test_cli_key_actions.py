@@ -109,6 +109,32 @@ def test_a_key_that_changed_meanwhile_is_left(invoke, failures, monkeypatch):
     assert document["refusals"] == ["key 'k3' of caller 'acme'"]
 
 
+@pytest.mark.parametrize(
+    ("rival", "method", "turn", "changed"), [("k1", "operate", 1, 2), ("new", "list_records", 2, 3)]
+)
+def test_a_success_since_the_look_is_never_expired(
+    invoke, desk, monkeypatch, rival, method, turn, changed
+):
+    """Neither of a key that was free then, nor of one that nobody has seen: it would run twice."""
+    from retrysafe.stores.sqlite import SqliteStore
+
+    for number in range(3):
+        desk.put(f"k{number}", SettleKind.RELEASE)
+    plain, turns = getattr(SqliteStore, method), iter(range(1, 9))
+
+    async def late(self, *arguments):
+        if next(turns) == turn:
+            desk.now_ms += 1
+            desk.put(rival)
+        return await plain(self, *arguments)
+
+    monkeypatch.setattr(SqliteStore, method, late)
+    command = ("keys", "expire", "--all", "--caller", "acme", "--yes", "--json", "--reason", "x")
+    document = invoke(*command, "--store", desk.url).json
+    assert (document["matched"], document["changed"]) == (3, changed)
+    assert desk.condition(rival) == Condition.SUCCEEDED
+
+
 def test_people_are_told_how_many_were_changed(invoke, failures):
     """One line at the end."""
     outcome = invoke(*release(failures, "--condition", "failed", "--yes", "--reason", "x"))
@@ -175,3 +201,32 @@ def test_a_command_takes_every_condition_that_it_applies_to(invoke, failures):
         for command in (OperatorCommand.RELEASE, OperatorCommand.EXPIRE)
     }
     assert dry == {"release": 6, "expire": 6}
+
+
+def test_never_more_than_somebody_agreed_to(invoke, failures, monkeypatch):
+    """A key that matches only after the count was shown is left to another command."""
+    from retrysafe.cli import key_actions
+
+    change_all = key_actions._change_all
+
+    def later(*args):
+        failures.put("k9", SettleKind.FAIL, operation="refund")
+        change_all(*args)
+
+    monkeypatch.setattr(key_actions, "_change_all", later)
+    arguments = ("--operation", "refund", "--yes", "--json", "--reason", "x")
+    document = invoke(*release(failures, *arguments)).json
+    assert (document["matched"], document["changed"]) == (2, 2)
+    left = [desk for desk in ("k3", "k4", "k9") if failures.condition(desk) is Condition.FAILED]
+    assert len(left) == 1
+
+
+def test_a_long_audit_is_searched_within_its_time(invoke, failures, monkeypatch):
+    """What stands is shown all the same, with a word about what was not searched."""
+    monkeypatch.setattr("retrysafe.stores.sqlite.audit._OUTCOMES_PER_LOOK", 1)
+    show = ("keys", "show", "k0", "--caller", "acme", "--store", failures.url)
+    document = invoke(*show, "--within", "0.0000001", "--json").json
+    assert [item["is_replayed"] for item in document["outcomes"]] == [True]
+    assert document["not_searched"] == "the oldest outcomes, about 6 of them"
+    assert "search longer with --within" in invoke(*show, "--within", "0.0000001").stderr
+    assert invoke(*show, "--within", "0", "--json").json["not_searched"] is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Fate
 from retrysafe.core.steps.history import StepRetry
 from retrysafe.core.steps.run import StepRun
+from retrysafe.core.values import codec
 from retrysafe.errors import (
     InvalidInput,
+    OperationFailed,
     OutcomeNotStored,
     StepNotStored,
     StepReused,
@@ -221,6 +224,73 @@ def test_while_the_outcome_is_encoded(world, judge):
     assert "withheld" not in world.kinds
 
 
+def test_signals_in_a_row_while_the_outcome_is_encoded_withhold_nothing():
+    """Nothing is wrong with the value, however often the handler raises."""
+    world = World()
+    encode, armed = call().codec.encode, [True, True]
+
+    class Codec:
+        def encode(self, value: object) -> Payload:
+            if armed:
+                armed.pop()
+                _handler(1, sys._getframe())
+            return encode(value)
+
+    with pytest.raises(Alarmed):
+        world.first.answer(call(codec=Codec()))
+    world.background.pop().close()
+    assert state(world) is State.PENDING
+    assert "withheld" not in world.kinds
+
+
+def test_while_a_failure_is_encoded():
+    """It is stored with all that rebuilds it; after signals in a row it is stored all the same."""
+    assert type(_failure_told_after(1)).__name__ == "Slotted"
+    assert isinstance(_failure_told_after(2), OperationFailed)
+
+
+def _failure_told_after(strikes: int) -> Exception:
+    armed = [True] * strikes
+
+    class Slotted(Declined):
+        __slots__ = ("_code",)
+
+    error = Slotted("no")
+    error._code = 7
+    usual = codec._state
+
+    def state_alarmed(of: BaseException) -> dict[str, Any]:
+        if armed:
+            armed.pop()
+            _handler(1, sys._getframe())
+        return usual(of)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "_state", state_alarmed)
+        stored = codec.encode_failure(error, 10_000)
+    return codec.decode_failure(stored, (Slotted,), "k")
+
+
+def test_a_class_whose_cause_and_traceback_cannot_be_read_has_an_ending(world):
+    """Whose exception it is must be told of every class."""
+
+    class Odd(Exception):
+        @property
+        def __cause__(self) -> object:
+            raise ZeroDivisionError
+
+        @property
+        def __traceback__(self) -> object:
+            raise ZeroDivisionError
+
+    def odd(attempt: Attempt) -> None:
+        raise Odd
+
+    with pytest.raises(Odd):
+        run(world.first, odd)
+    assert state(world) is State.RELEASED
+
+
 # Steps.
 
 
@@ -278,6 +348,66 @@ def test_a_step_that_has_not_begun_is_not_tried_again():
         return await attempt.step("charge", effects.do, "charge", retry=twice)
 
     assert run(world.first, operation).value == "charge done"
+
+
+class AlarmedTransaction(FakeTransaction):
+    """The handler raises right after this method, once."""
+
+    after = ""
+
+    async def keep(self) -> None:
+        await super().keep()
+        self._strike("keep")
+
+    async def undo(self) -> None:
+        await super().undo()
+        self._strike("undo")
+
+    def _strike(self, place: str) -> None:
+        if self.after == place:
+            self.after = ""
+            _handler(1, sys._getframe())
+
+
+def joined_runs(after: str, operation: Callable[[Attempt, Callable[[], object]], Any]) -> int:
+    """How often a step ran that is recorded in the user's transaction."""
+    transaction = AlarmedTransaction(fate_is=Fate.OPEN)
+    transaction.after = after
+    world, ran = World(join=lambda connection: transaction), [0]
+
+    def book() -> None:
+        ran[0] += 1
+        if after == "undo" and ran[0] == 1:
+            raise OSError("once")
+
+    async def operate(attempt: Attempt) -> None:
+        step = partial(
+            attempt.step, "book", book, in_transaction="connection", retry=StepRetry(tries=3)
+        )
+        await operation(attempt, step)
+
+    with pytest.raises((Alarmed, StepReused, OutcomeNotStored)):
+        run(world.first, operate)
+    while world.background:
+        world.background.pop().close()
+    return ran[0]
+
+
+def test_a_step_that_its_transaction_has_kept_is_not_tried_again():
+    """Nor run for who catches that and asks again: both would be committed."""
+
+    async def asks_again(attempt: Attempt, step: Callable[[], Any]) -> None:
+        with pytest.raises(Alarmed):
+            await step()
+        await step()
+
+    assert joined_runs("keep", lambda attempt, step: step()) == 1
+    assert joined_runs("keep", asks_again) == 1
+
+
+def test_a_step_that_may_not_be_undone_is_not_tried_again():
+    """What the first try has written may still be there."""
+    assert joined_runs("undo", lambda attempt, step: step()) == 1
 
 
 def test_who_asks_again_gets_its_result(world, effects):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from datetime import timedelta
 from urllib.parse import urlencode
 
@@ -107,11 +108,13 @@ def test_a_form_of_another_site_changes_nothing(store, idem, headers):
     assert post(dashboard, "/login", {"token": TOKEN}, **headers).status == 403
 
 
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Basic YW5uOmh1c2g="}])
 @pytest.mark.parametrize("mark", ["", "0" * 64, "é"])
-def test_a_form_without_its_mark_changes_nothing(store, idem, mark):
+def test_a_form_without_its_mark_changes_nothing(store, idem, mark, headers):
+    """Nor does it where a browser adds what it signs in to a proxy with, to every request."""
     dashboard = Dashboard(store, token=TOKEN)
     form = key_form(mark=mark, is_confirmed="1", reason="why not")
-    assert post(dashboard, "/key", form, cookie=signed_in(dashboard)).status == 403
+    assert post(dashboard, "/key", form, cookie=signed_in(dashboard), **headers).status == 403
     assert idem.read(KEY).condition is Condition.SUCCEEDED
 
 
@@ -134,6 +137,35 @@ def test_an_action_is_asked_about_needs_a_reason_and_is_done(store, idem):
     assert idem.read(KEY).condition is Condition.OUTLIVED
 
 
+def test_a_key_that_has_changed_since_it_was_shown_is_left(store, idem):
+    """What somebody saw fail has succeeded since: expired, it would run twice."""
+    dashboard = Dashboard(store, token=TOKEN)
+    bearer = {"authorization": f"Bearer {TOKEN}"}
+    answers = iter([OSError("down"), "paid"])
+
+    def pay():
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with pytest.raises(OSError, match="down"):
+        idem.run("order", pay, request=None)
+    form = {"key": "order", "caller": "<b>acme</b>", "command": "expire"}
+    asked = post(dashboard, "/key", form, **bearer).body.decode()
+    assert "which is released" in asked
+    form["seen"] = re.search(r'name="seen" value="([^"]+)"', asked)[1]
+    assert idem.run("order", pay, request=None) == "paid"
+    done = post(dashboard, "/key", form | {"is_confirmed": "1", "reason": "x"}, **bearer)
+    assert done.status == 409
+    assert b"has changed since somebody looked" in done.body
+    assert idem.read("order").condition is Condition.SUCCEEDED
+    form["seen"] = "nonsense"
+    assert (
+        post(dashboard, "/key", form | {"is_confirmed": "1", "reason": "x"}, **bearer).status == 400
+    )
+
+
 def test_all_that_match_are_changed_and_nothing_else(store, idem):
     """As many as were agreed to, by the filters that were shown, with the reason kept."""
     dashboard = Dashboard(store, token=TOKEN, authorize=lambda raw: "ann")
@@ -143,14 +175,16 @@ def test_all_that_match_are_changed_and_nothing_else(store, idem):
     form = {"key": "order", "command": "expire", "mark": mark_of(dashboard, cookie)}
     asked = post(dashboard, "/keys", form, cookie=cookie)
     assert b"Expire 3 keys" in asked.body
+    looked_at_ms = re.search(rb'name="looked_at_ms" value="(\d+)"', asked.body)[1].decode()
+    while time.time() * 1000 < int(looked_at_ms) + 2:
+        pass
     idem.run("order 3", charge, "x")
-    agreed = form | {"count": "3", "is_confirmed": "1", "reason": "wrong prices"}
-    assert post(dashboard, "/keys", agreed, cookie=cookie).status == 303
+    agreed = form | {"looked_at_ms": looked_at_ms, "is_confirmed": "1", "reason": "wrong prices"}
+    assert post(dashboard, "/keys", agreed | {"count": "4"}, cookie=cookie).status == 303
     conditions = [idem.read(f"order {number}").condition for number in range(4)]
-    assert conditions.count(Condition.OUTLIVED) == 3
+    assert conditions == [Condition.OUTLIVED] * 3 + [Condition.SUCCEEDED]
     assert idem.read(KEY).condition is Condition.SUCCEEDED
-    done = next(n for n in range(4) if conditions[n] is Condition.OUTLIVED)
-    where = urlencode({"key": f"order {done}", "caller": "<b>acme</b>"})
+    where = urlencode({"key": "order 0", "caller": "<b>acme</b>"})
     page = get(dashboard, "/key", where, cookie=cookie).body.decode()
     assert "expire by ann" in page
     assert "wrong prices" in page

@@ -5,9 +5,11 @@ from __future__ import annotations
 from retrysafe.core.policy import Policy
 from retrysafe.http import resumption, stored_request
 from retrysafe.http.resumption import Resumption
+from retrysafe.http.wsgi_resume import ThreadResumption
 from tests.guards import test_resumption_properties as properties
 from tests.guards.guard import Guard
 from tests.guards.mutation import InCode
+from tests.http import test_resumable_threads as threads
 
 RESUMPTION_GUARDS: tuple[Guard, ...] = (
     Guard(
@@ -57,6 +59,12 @@ RESUMPTION_GUARDS: tuple[Guard, ...] = (
         "another request that the application sends itself runs without a claim of its own",
         (InCode(Resumption.plan, "if self.is_taken or is_other:", "if is_other:"),),
         properties.test_a_request_inside_a_resumed_one_does_not_run_under_its_claim,
+    ),
+    Guard(
+        "a worker's thread looks at its lease before the application runs",
+        "a worker that stood still runs what another one runs",
+        (InCode(ThreadResumption.served, "if self.attempt.is_lost:", "if False:"),),
+        threads.test_a_worker_that_stood_still_looks_at_its_lease_before_the_application_runs,
     ),
     Guard(
         "a resumed request is known by its path",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from retrysafe.core import handlers
+from retrysafe.core.atomic.complete_in import undo_quietly
 from retrysafe.core.insist import insist
 from retrysafe.core.one_call import OneCall
 from retrysafe.core.run import Runner
 from retrysafe.core.steps import compensation
 from retrysafe.core.steps.run import StepRun
+from retrysafe.core.values import codec
+from retrysafe.runtime.drive import run_sync
 from retrysafe.runtime.group_commit.direct import as_store_error
 from tests.core import test_alarmed as alarmed
 from tests.guards import test_signal_properties as properties
@@ -44,6 +47,18 @@ SIGNAL_GUARDS: tuple[Guard, ...] = (
         "it costs a try, and a step that may be tried once fails without having run",
         (InCode(StepRun.perform, "is_interruption(made, error)", "False"),),
         alarmed.test_a_step_that_has_not_begun_is_not_tried_again,
+    ),
+    Guard(
+        "nor after a step that the user's transaction has kept",
+        "the step is tried again, and the transaction commits both",
+        (InCode(StepRun.perform, "or is_of_handler(error)", "or False"),),
+        alarmed.test_a_step_that_its_transaction_has_kept_is_not_tried_again,
+    ),
+    Guard(
+        "nor while such a step is being undone",
+        "it is tried again beside what the first try has written",
+        (InCode(undo_quietly, "if is_of_handler(error):", "if False:"),),
+        alarmed.test_a_step_that_may_not_be_undone_is_not_tried_again,
     ),
     Guard(
         "nor before that of a compensation",
@@ -98,5 +113,23 @@ SIGNAL_GUARDS: tuple[Guard, ...] = (
         "a refund is paid twice",
         (InCode(compensation._undo_all, "if taken.has_returned:", "if False:"),),
         alarmed.test_a_refund_is_not_paid_twice,
+    ),
+    Guard(
+        "what a handler raises around a step's flow is not what the step has returned",
+        "an operation goes on with a result of a step that never ran",
+        (InCode(run_sync, "and is_of_handler(stop)", "and False"),),
+        properties.test_a_handlers_stop_iteration_is_no_result_of_a_step,
+    ),
+    Guard(
+        "a value is not to blame for what handlers raise while it is encoded",
+        "the outcome is withheld for good",
+        (InCode(codec.require_again, "if not is_of_handler(raised):", "if True:"),),
+        alarmed.test_signals_in_a_row_while_the_outcome_is_encoded_withhold_nothing,
+    ),
+    Guard(
+        "nor is a failure",
+        "a failure for good is told as another class than it was declared",
+        (InCode(codec.encode_failure, "if not is_of_handler(problem):", "if True:"),),
+        alarmed.test_while_a_failure_is_encoded,
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from retrysafe.core.steps import compensation
 from retrysafe.core.steps.compensation import Compensator
 from retrysafe.core.steps.history import StepHistory
+from retrysafe.core.steps.joined import JoinedSteps
 from retrysafe.core.steps.run import StepRun
 from retrysafe.core.steps.writer import StepWriter
 from tests.guards import test_step_properties as properties
@@ -159,7 +160,7 @@ STEP_GUARDS: tuple[Guard, ...] = (
     Guard(
         "no step runs outside an open transaction that has recorded one",
         "the effect happens, and its record waits for a lock that the operation itself holds",
-        (InCode(StepRun.look_after_transactions, "if fate is Fate.OPEN:", "if False:"),),
+        (InCode(JoinedSteps.look_after, "if fate is Fate.OPEN:", "if False:"),),
         properties.test_no_step_runs_beside_an_open_transaction,
     ),
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import _thread
+import itertools
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 
 from retrysafe import Ending, Idempotency, OperationInFlight, Policy, current_attempt
 from retrysafe.core.one_call import OneCall
+from retrysafe.core.steps import pending
+from retrysafe.runtime import drive
 from retrysafe.runtime.thread_ports import ThreadExecutor
 from retrysafe.stores import MemoryStore
-from tests.interrupting import Alarmed, Lost, Refused, at_every_place_at_once, whole_tree
+from tests.interrupting import Alarmed, Lost, Refused, Stopped, at_every_place_at_once, whole_tree
 
 
 def ask(idem: Idempotency, key: str, operation: Callable[[], Any]) -> Any:
@@ -103,6 +107,25 @@ def test_no_signal_is_looked_for_right_after_the_operation():
 
 def test_a_step_that_returned_does_not_run_again():
     strike(lambda effect: current_attempt().step("charge", effect))
+
+
+def test_a_handlers_stop_iteration_is_no_result_of_a_step():
+    """Python takes one that leaves a method for what a coroutine has returned."""
+    results: list[object] = []
+
+    def operation() -> None:
+        results.append(current_attempt().step("charge", lambda: 7))
+
+    def act() -> None:
+        with suppress(RuntimeError):  # What Python makes of it in coroutines.
+            ask(idem, str(next(keys)), operation)
+
+    keys = itertools.count()
+    with Idempotency(MemoryStore(), caller="shop", cache=False) as idem:
+        act()
+        places = list(at_every_place_at_once(1, act, pending, drive, kind=Stopped))
+    assert len(places) > 3
+    assert set(results) == {7}
 
 
 def test_a_step_in_doubt_frees_no_key():

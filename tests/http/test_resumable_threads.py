@@ -12,7 +12,7 @@ from flask import Flask, g, jsonify, request
 
 from retrysafe import Idempotency, Policy, current_attempt
 from retrysafe.contrib.flask import Retrysafe
-from retrysafe.errors import PolicyInvalid
+from retrysafe.errors import PolicyInvalid, StoreUnavailable
 from retrysafe.http import Resumable, Rule, WSGIIdempotencyMiddleware, resumed_caller
 from retrysafe.observe import EventKind
 from retrysafe.stores import MemoryStore
@@ -199,6 +199,20 @@ def test_what_stands_around_the_protection_may_fail_after_the_response(caplog):
     assert "failed after its response" in caplog.text
 
 
+@pytest.mark.parametrize("other", [[], [Rule(path="/charges", name="other")]])
+def test_a_request_whose_rule_has_moved_runs_neither_without_a_claim_nor_under_another(other):
+    """A deploy has given its name to another path: each attempt would have run it once more."""
+    shop = Shop(name="charge")
+    shop.die()
+    moved = Rule(path="/v2/charges", name="charge", resumable=True)
+    idem = shop.idem()
+    app = WSGIIdempotencyMiddleware(
+        shop.plain, idem, caller=lambda request: "anybody", rules=[moved, *other]
+    )
+    report = idem.worker(WORKER, app=app).run_once()["recovery"]
+    assert (report.failed, len(shop.seen)) == (1, 1)
+
+
 def test_what_the_application_raises_is_judged_by_its_policy():
     """As in any run: a terminal error is stored, and the next one finds it."""
     shop = Shop(policy=POLICY.with_changes(terminal=(KeyError,)))
@@ -241,6 +255,46 @@ def test_a_first_request_is_accepted_while_its_thread_goes_on():
     assert len(shop.effects) == 1
 
 
+def test_nothing_is_promised_of_a_run_without_a_claim():
+    """No status page would know of it, and no worker would finish it."""
+
+    class Down(MemoryStore):
+        async def commit(self, claims, settlements):
+            raise StoreUnavailable("down")
+
+    has_answer = threading.Event()
+
+    def application(environ, start_response):
+        has_answer.wait(0.2)  # As long as a 202 would take to leave.
+        start_response("201 Created", [])
+        return [b"{}"]
+
+    rule = Rule(path="/charges", resumable=Resumable(accepts=True))
+    app = WSGIIdempotencyMiddleware(
+        application, Idempotency(Down()), caller=account, rules=[rule], fail_open=True
+    )
+    status = ask_wsgi(app).status
+    has_answer.set()
+    assert status == 201
+
+
+def test_a_worker_that_stood_still_looks_at_its_lease_before_the_application_runs():
+    """In the layers around the protection, between its claim and the run."""
+    shop = Shop()
+    shop.die()
+
+    def standing_still(app):
+        def stand_still(environ, start_response):
+            environ["retrysafe.resumed"].attempt._lease.revoke()
+            return app(environ, start_response)
+
+        return stand_still
+
+    report = shop.work(standing_still)
+    assert (report.resumed, report.lost) == (0, 1)
+    assert len(shop.seen) == 1
+
+
 def test_a_client_of_a_resumable_route_may_prefer_to_be_accepted():
     """And may wait a while for the response: it comes in time, or a refusal does."""
     shop = Shop()
@@ -257,3 +311,24 @@ def test_a_view_cannot_answer_before_it_has_run():
     """Refused at set-up, with what can."""
     with pytest.raises(PolicyInvalid, match="WSGIIdempotencyMiddleware"):
         FlaskShop(resumable=Resumable(accepts=True)).process()
+
+
+def test_a_resumed_response_past_its_limits_is_done_and_ends():
+    """It has no reader, and might go on for ever."""
+    shop = Shop(policy=POLICY.with_changes(outcome_limit_bytes=100))
+    shop.die()
+    ended = []
+
+    def endless(environ, start_response):
+        current_attempt().step("charge", shop.charge, "")
+        start_response("201 Made", [])
+        try:
+            while True:
+                yield b"x" * 50
+        finally:
+            ended.append(environ["PATH_INFO"])
+
+    shop.plain = endless
+    assert shop.work().resumed == 1
+    assert ended == ["/charges"]
+    assert ask_wsgi(shop.process()[0]).problem == "outcome-unavailable"

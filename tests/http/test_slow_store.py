@@ -235,7 +235,7 @@ class Run:
     def __init__(self) -> None:
         self.task = None
         self.cancelled = 0
-        self.settling = SimpleNamespace(cancel=self.cancel)
+        self.answering = SimpleNamespace(cancel=self.cancel)
 
     def cancel(self):
         self.cancelled += 1

@@ -7,6 +7,7 @@ import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
@@ -458,11 +459,20 @@ def test_interruption_of_the_worker_leaves_the_key_to_its_lease(protect):
     assert ask_wsgi(app).problem == "in-flight"
 
 
-def test_an_endpoint_may_complete_in_its_own_transaction(tmp_path):
-    """Business write and response commit together; the first caller gets the whole response."""
+@pytest.fixture
+def database(tmp_path):
+    """An object on a file, and a connection of the application's own to the same file."""
     path = tmp_path / "shop.db"
-    idem = Idempotency(f"sqlite:///{path}")
-    connection = sqlite3.connect(path, isolation_level=None)
+    with (
+        Idempotency(f"sqlite:///{path}") as idem,
+        closing(sqlite3.connect(path, isolation_level=None)) as connection,
+    ):
+        yield idem, connection
+
+
+def test_an_endpoint_may_complete_in_its_own_transaction(database):
+    """Business write and response commit together; the first caller gets the whole response."""
+    idem, connection = database
     connection.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY, name TEXT)")
     late_status = ["201 Created"]
 
@@ -484,15 +494,11 @@ def test_an_endpoint_may_complete_in_its_own_transaction(tmp_path):
     committed = ask_wsgi(app, key="k-2")
     assert (committed.status, committed.body) == (201, b"made")
     assert connection.execute("SELECT count(*) FROM orders").fetchone() == (2,)
-    connection.close()
-    idem.close()
 
 
-def test_a_value_that_is_no_response_cannot_complete_a_request(tmp_path):
+def test_a_value_that_is_no_response_cannot_complete_a_request(database):
     """The endpoint is told at once, and its transaction can be rolled back."""
-    path = tmp_path / "shop.db"
-    idem = Idempotency(f"sqlite:///{path}")
-    connection = sqlite3.connect(path, isolation_level=None)
+    idem, connection = database
 
     def app(environ, start_response):
         connection.execute("BEGIN IMMEDIATE")
@@ -504,15 +510,11 @@ def test_a_value_that_is_no_response_cannot_complete_a_request(tmp_path):
     app = WSGIIdempotencyMiddleware(app, idem, caller=bearer_token)
     with pytest.raises(InvalidInput, match="is a response, got dict"):
         ask_wsgi(app)
-    connection.close()
-    idem.close()
 
 
-def test_a_response_in_a_transaction_is_judged_by_its_status(tmp_path):
+def test_a_response_in_a_transaction_is_judged_by_its_status(database):
     """A decline is a failure that is kept; one that asks for a retry must not be committed."""
-    path = tmp_path / "shop.db"
-    idem = Idempotency(f"sqlite:///{path}")
-    connection = sqlite3.connect(path, isolation_level=None)
+    idem, connection = database
     statuses = []
 
     def app(environ, start_response):
@@ -535,8 +537,6 @@ def test_a_response_in_a_transaction_is_judged_by_its_status(tmp_path):
     with pytest.raises(InvalidInput, match="frees the key"):
         ask_wsgi(app, key="k-2")
     assert idem.read("k-2", caller=GLOBAL).condition is Condition.RELEASED
-    connection.close()
-    idem.close()
 
 
 def _path(sent):

@@ -26,7 +26,6 @@ from retrysafe.observe.quantiles import quantile
 from retrysafe.observe.running import PLACES, RunningSet
 from retrysafe.observe.windows import WINDOW_SECONDS, DedupWindow, KeyRate
 from retrysafe.stores import MemoryStore, open_store
-from retrysafe.testing import FaultyStore, Moment
 
 
 def scraped(text: str) -> dict[str, float]:
@@ -222,11 +221,16 @@ def test_operations_past_the_limit_share_a_label():
     metrics = PrometheusMetrics(CollectorRegistry())
     for number in range(OPERATIONS_LIMIT + 5):
         progress = Progress(float)
+        progress.note(EventKind.CLAIMED)
+        progress.note(EventKind.COMPLETED)
         progress.end(None)
         key = Key("k", caller="c")
         metrics(Event(EventKind.ANSWERED, key, f"op-{number}", call=progress))
     found = scrape(metrics)
     assert found["retrysafe_calls_total,operation=(other),result=executed"] == 5
+    # Nor is anything else kept of those beyond.
+    for kept in (metrics._call_children, metrics._operation_children):
+        assert len(kept) == OPERATIONS_LIMIT + 1
 
 
 def test_takeovers_and_passes_of_workers_are_shown(monkeypatch):
@@ -305,11 +309,21 @@ def test_a_store_that_is_down_breaks_no_scrape(tmp_path):
     store = open_store(f"sqlite:///{tmp_path}/missing/keys.db")
     with Idempotency(store, caller="c", observers=[metrics]):
         assert "retrysafe_store_rows,table=keys" not in scrape(metrics)
-    faulty = FaultyStore(MemoryStore())
-    faulty.fail(Moment.BEFORE, method="commit")
     unknown = PrometheusMetrics(CollectorRegistry())
-    with Idempotency(faulty, caller="c", observers=[unknown]):
+    with Idempotency(Unmeasured(), caller="c", observers=[unknown]):
         assert "retrysafe_store_rows,table=keys" not in scrape(unknown)
+
+
+class Unmeasured:
+    """A store of somebody else's, which does not know its size."""
+
+    def __init__(self) -> None:
+        self._store = MemoryStore()
+
+    def __getattr__(self, name: str):
+        if name == "measure":
+            raise AttributeError(name)
+        return getattr(self._store, name)
 
 
 def test_a_loop_that_has_ended_is_no_obstacle(migrated_url):

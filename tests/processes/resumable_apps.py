@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
+import sqlite3
 import threading
-from contextlib import asynccontextmanager
+import time
+from contextlib import asynccontextmanager, closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
 from flask import Flask, jsonify
 from flask import request as flask_request
 
@@ -42,6 +46,16 @@ def account(request):
 def charge(number: int) -> str:
     note(LEDGER, "charge", number)
     return f"charge-{number}"
+
+
+def place(attempt: Attempt, number: int, response: object) -> None:
+    """Writes an order in the transaction of its outcome: once, whatever is killed when."""
+    file = STORE.removeprefix("sqlite:///")
+    with closing(sqlite3.connect(file, isolation_level=None, timeout=30)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("INSERT INTO orders VALUES (?)", (number,))
+        attempt.complete_in(connection, response)
+        connection.execute("COMMIT")
 
 
 # FastAPI.
@@ -80,6 +94,16 @@ async def charge_card(
     return {"charge": made, "who": who, "till": request.state.till}
 
 
+@app.post("/orders/{number}", status_code=201)
+async def place_order(
+    number: int, attempt: Annotated[Attempt, idempotent(resumable=ACCEPTS)]
+) -> JSONResponse:
+    await asyncio.sleep(random.uniform(0, 0.1))
+    response = JSONResponse({"order": number, "attempt": attempt.number}, 201)
+    place(attempt, number, response)
+    return response
+
+
 # Flask.
 
 shop = Flask(__name__)
@@ -103,9 +127,21 @@ def charge_card_in_thread(number: int):
     return jsonify({"charge": made, "who": who, "till": "till-1"}), 201
 
 
+@shop.post("/orders/<int:number>")
+def place_order_in_thread(number: int):
+    attempt = current_attempt()
+    time.sleep(random.uniform(0, 0.1))
+    response = shop.make_response(({"order": number, "attempt": attempt.number}, 201))
+    place(attempt, number, response)
+    return response
+
+
 threads = WSGIIdempotencyMiddleware(
     shop,
     Idempotency(STORE, policy=POLICY),
     caller=account,
-    rules=[Rule(path="/charges/{number}", resumable=ACCEPTS)],
+    rules=[
+        Rule(path="/charges/{number}", resumable=ACCEPTS),
+        Rule(path="/orders/{number}", resumable=ACCEPTS),
+    ],
 )

@@ -23,6 +23,7 @@ from tests.processes import downstream
 from tests.processes.boundaries import Boundaries, MortalPostgresStore, MortalStore
 from tests.processes.downstream import SERVICES
 from tests.processes.ledger import noted
+from tests.processes.recovering import recovered_once
 
 SECRET = b"the secret of this test"
 # Owners must not lose their claims on a busy machine, and all of them are waited for at once.
@@ -97,18 +98,8 @@ def _work(pipe, face: str, url: str, log: str, fatal: int) -> dict[str, int]:
     """A worker that looks once; it too may die at a boundary."""
     store = _store(face, url, log, fatal)
     options = {"caller": "worker", "policy": SHORT, "secret": SECRET}
-    if face == "async":
-
-        async def work():
-            async with AsyncIdempotency(store, **options) as idem:
-                idem.resumable("checkout")(checkout_async)
-                return (await idem.worker(WORKER).run_once())["recovery"]
-
-        report = asyncio.run(work())
-    else:
-        with Idempotency(store, **options) as idem:
-            idem.resumable("checkout")(checkout)
-            report = idem.worker(WORKER).run_once()["recovery"]
+    operation = checkout_async if face == "async" else checkout
+    report = recovered_once(store, options, operation, WORKER)
     return {"resumed": report.resumed, "failed": report.failed}
 
 

@@ -25,14 +25,18 @@ APPS = "tests.processes.resumable_apps"
 HEADERS = {"Authorization": "Bearer t0ken", "Idempotency-Key": '"k-1"'}
 SERVERS = {
     "app": ["uvicorn", "--log-level", "warning", f"{APPS}:app", "--fd"],
-    "threads": ["gunicorn", "--threads", "4", f"{APPS}:threads", "--bind"],
+    "threads": [
+        *("gunicorn", "--threads", "4", "--log-level", "warning", f"{APPS}:threads", "--bind"),
+    ],
 }
 
 
 class Shop:
     """The processes of one shop; the listening socket outlives its servers."""
 
-    def __init__(self, kind: str, url: str, folder: Path, processes: ExitStack) -> None:
+    def __init__(
+        self, kind: str, url: str, folder: Path, processes: ExitStack, *, has_pipe: bool = True
+    ) -> None:
         self._kind = kind
         self._processes = processes
         self.pipe = folder / "pipe"
@@ -40,9 +44,11 @@ class Shop:
         self.ledger = str(folder / "ledger")
         self._environment = {
             **os.environ,
+            # Where gunicorn puts a socket of its own.
+            "HOME": str(folder),
             "SHOP_STORE": url,
             "SHOP_LEDGER": self.ledger,
-            "SHOP_PIPE": str(self.pipe),
+            "SHOP_PIPE": str(self.pipe) if has_pipe else "",
         }
         self._socket = processes.enter_context(socket.create_server(("127.0.0.1", 0)))
         self._socket.set_inheritable(True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -32,6 +33,21 @@ def stage(store, *entries: StagedEntry) -> None:
 
 def entry(name: str, aggregate: str | None = None) -> StagedEntry:
     return StagedEntry(f"entry:{name}", "t", "text/plain", name.encode(), aggregate)
+
+
+def deliver_by(make, *items, is_blocking: bool) -> None:
+    """Delivers items by a target of a broker, which is then closed twice."""
+
+    async def main() -> None:
+        target = make()
+        try:
+            for item in items:
+                await target.deliver(item)
+        finally:
+            await target.close()
+            await target.close()
+
+    (run_sync if is_blocking else asyncio.run)(main())
 
 
 class ScriptedPool:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import uuid
 from datetime import timedelta
+from functools import partial
 
 import boto3
 import pytest
@@ -19,7 +20,7 @@ from retrysafe.relay.targets.aws import AsyncSns, AsyncSqs, Sns, Sqs
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores import MemoryStore
 from tests.forking import exit_code, fork
-from tests.relay.scripted import entry, stage
+from tests.relay.scripted import deliver_by, entry, stage
 from tests.relay.test_webhooks import delivery
 from tests.servers.process import free_port
 
@@ -73,27 +74,8 @@ def target_of(kind, name, server, **options):
 
 
 def sent(kind, name, server, *items, **options):
-    """Delivers items by a target of that kind, which is closed twice."""
-    if kind in (Sqs, Sns):
-        target = target_of(kind, name, server, **options)
-        try:
-            for item in items:
-                run_sync(target.deliver(item))
-        finally:
-            run_sync(target.close())
-            run_sync(target.close())
-        return
-
-    async def main():
-        target = target_of(kind, name, server, **options)
-        try:
-            for item in items:
-                await target.deliver(item)
-        finally:
-            await target.close()
-            await target.close()
-
-    asyncio.run(main())
+    make = partial(target_of, kind, name, server, **options)
+    deliver_by(make, *items, is_blocking=kind in (Sqs, Sns))
 
 
 def values(message):

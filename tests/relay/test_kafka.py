@@ -6,6 +6,7 @@ import asyncio
 import threading
 import uuid
 from datetime import timedelta
+from functools import partial
 
 import confluent_kafka
 import pytest
@@ -18,7 +19,7 @@ from retrysafe.relay.targets.kafka import AsyncKafka, Kafka, _judged
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores import MemoryStore
 from tests.forking import exit_code, fork
-from tests.relay.scripted import entry, stage
+from tests.relay.scripted import deliver_by, entry, stage
 from tests.relay.test_webhooks import delivery
 from tests.servers.process import free_port
 
@@ -60,27 +61,7 @@ def topic(kafka_server):
 
 
 def sent(kind, address, *items, **options):
-    """Delivers items by a target of that kind, which is closed twice."""
-    if kind is Kafka:
-        target = Kafka(address, **options)
-        try:
-            for item in items:
-                run_sync(target.deliver(item))
-        finally:
-            run_sync(target.close())
-            run_sync(target.close())
-    else:
-
-        async def main():
-            target = AsyncKafka(address, **options)
-            try:
-                for item in items:
-                    await target.deliver(item)
-            finally:
-                await target.close()
-                await target.close()
-
-        asyncio.run(main())
+    deliver_by(partial(kind, address, **options), *items, is_blocking=kind is Kafka)
     assert "retrysafe-kafka" not in {each.name for each in threading.enumerate()}
 
 

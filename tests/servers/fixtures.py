@@ -27,6 +27,7 @@ from tests.servers.moto import MotoServer
 from tests.servers.nats import NatsServer
 from tests.servers.pgbouncer import PgBouncer, pgbouncer_binary
 from tests.servers.postgres import PostgresServer, debian_binaries
+from tests.servers.prometheus import prometheus_binary
 from tests.servers.rabbitmq import RabbitMQServer, rabbitmq_binary
 from tests.servers.valkey import ValkeyServer, valkey_binary
 
@@ -99,6 +100,15 @@ def rabbitmq() -> Iterator[RabbitMQServer]:
         missing("RabbitMQ (apt-get install rabbitmq-server)")
     with RabbitMQServer(binary) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def prometheus() -> Path:
+    """The program of Prometheus."""
+    binary = prometheus_binary()
+    if binary is None:
+        missing("Prometheus (apt-get install prometheus)")
+    return binary
 
 
 @pytest.fixture(scope="session")

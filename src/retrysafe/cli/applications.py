@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 from retrysafe.async_idempotency import AsyncIdempotency
 from retrysafe.cli.modules import imported
 from retrysafe.cli.problems import Problem, usage
-from retrysafe.http import resumers
-from retrysafe.http.asgi_resume import Lifespan
 from retrysafe.idempotency import Idempotency
 from retrysafe.runtime.calls import calls_of
 from retrysafe.workers.duties import WorkerPolicy
@@ -78,6 +76,9 @@ def routed(kind: type[I], name: str) -> list[I]:
     """
     found: dict[int, Any] = {}
     others = False
+    # Imported here: most commands need nothing of HTTP, and it takes longer than all they import.
+    from retrysafe.http import resumers  # noqa: PLC0415
+
     for source in list(resumers.protections):
         source.refresh()
         idempotency = source.idempotency
@@ -115,6 +116,8 @@ async def started_worker(
     """
     objects: dict[int, AsyncIdempotency] = {id(item): item for item in also}
     try:
+        from retrysafe.http.asgi_resume import Lifespan  # noqa: PLC0415 — as above.
+
         async with Lifespan(application.app) as app:
             routes = routed(AsyncIdempotency, application.name)
             objects |= {id(item): item for item in routes}

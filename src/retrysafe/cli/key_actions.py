@@ -261,7 +261,7 @@ def _operate_on(store: Store, key: Key, change: _Change, *, is_confirmed: bool) 
     operator_outcome(decision, command, key, before)
     after: StoredKey | None = before
     if not change.is_dry:
-        note = change.note()
+        note = replace(change.note(), seen=before.seen)
         if not is_confirmed:
             _confirm(key, command, before)
         # Decided once more by the store: the record may have changed while somebody was thinking.
@@ -310,6 +310,8 @@ class _Counts:
     changed: int = 0
     refused: int = 0
     refusals: list[str] = field(default_factory=list)
+    # When they were looked at, by the store's clock.
+    looked_at_ms: int = 0
 
 
 def _allowed(query: RecordQuery, command: OperatorCommand) -> RecordQuery:
@@ -348,6 +350,7 @@ def _operate_on_all(store: Store, queries: list[RecordQuery], change: _Change) -
     with shown_progress("looking", {"matched": "match"}, is_quiet=change.is_json) as show:
         for stored in _matching(store, queries):
             counts.matched += 1
+            counts.looked_at_ms = counts.looked_at_ms or stored.now_ms
             if len(sample) < _SAMPLE:
                 sample.append(f"{key_of(stored.record)} ({stored.condition.value})")
             if counts.matched % _PAGE == 0:
@@ -404,9 +407,12 @@ def _change_all(store: Store, queries: list[RecordQuery], change: _Change, count
         for stored in _matching(store, queries):
             if not left:
                 break
+            if not stored.was_so(counts.looked_at_ms):
+                continue
             left -= 1
             key = key_of(stored.record)
-            decision = run_sync(store.operate(key, change.command, note))
+            noted = replace(note, seen=stored.seen)
+            decision = run_sync(store.operate(key, change.command, noted))
             if decision is Decision.APPLY:
                 counts.changed += 1
             else:

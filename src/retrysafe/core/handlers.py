@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import FrameType
-from typing import Final
+from types import FrameType, TracebackType
+from typing import Any, Final
 
 from retrysafe.core.stop_iteration import own_error
 from retrysafe.errors import OperationInFlight, RetrysafeError, StoreError
 
 # What a call inside of a handler is refused with. No ending is told so.
 _OF_CALLS: Final = (StoreError, OperationInFlight)
+# Whatever a class has made of that name.
+_traceback: Final[Any] = vars(BaseException)["__traceback__"]
 _OWN_FILES: Final = str(Path(__file__).parents[1]) + os.sep
 
 
@@ -26,7 +28,7 @@ def is_of_handler(error: BaseException, *, is_ours_only: bool = False) -> bool:
     A handler is told by the frame that it came into, which Python gives it. With `is_ours_only`
     one that came into somebody else's code does not count: that code could have caught it.
     """
-    place = own_error(error).__traceback__
+    place: TracebackType | None = _traceback.__get__(own_error(error))
     while place is not None and place.tb_next is not None:
         interrupted, place = place.tb_frame, place.tb_next
         if _is_given(place.tb_frame, interrupted):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, StrEnum
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from retrysafe.core.keys.key import Key
 
@@ -309,6 +309,20 @@ class StoredKey:
     # What a resumable operation was called with, until it has ended.
     arguments: Payload | None = None
 
+    @property
+    def seen(self) -> Seen:
+        """What somebody has seen who looked at this."""
+        return Seen(self.record.token, self.condition)
+
+    def was_so(self, at_ms: int) -> bool:
+        """Whether it was in this condition at an earlier instant already."""
+        record = self.record
+        since_ms = {
+            Condition.RUNNING: record.claimed_at_ms,
+            Condition.ABANDONED: record.lease_ends_at_ms,
+        }.get(self.condition, record.settled_at_ms)
+        return since_ms is not None and since_ms <= at_ms
+
 
 class OperatorCommand(StrEnum):
     """What an operator may do to one key."""
@@ -318,12 +332,21 @@ class OperatorCommand(StrEnum):
     EXPIRE = "expire"
 
 
+class Seen(NamedTuple):
+    """Which claim of a key somebody has looked at, and how that was."""
+
+    token: bytes
+    condition: Condition
+
+
 @dataclass(frozen=True, slots=True)
 class OperatorNote:
     """Who changes a key by a command, and why; kept with the change."""
 
     operator: str = ""
     reason: str = ""
+    # What they saw of it: a key that has changed since is left. None for one that nobody looked at.
+    seen: Seen | None = None
 
 
 NO_NOTE: Final = OperatorNote()

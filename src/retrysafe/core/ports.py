@@ -159,7 +159,10 @@ class Store(Protocol):
     async def operate(
         self, key: Key, command: OperatorCommand, note: OperatorNote = NO_NOTE
     ) -> Decision:
-        """Applies an operator's command, and keeps who gave it and why with the change."""
+        """Applies an operator's command, and keeps who gave it and why with the change.
+
+        Refused for a key that is no longer what `note.seen` says.
+        """
 
     async def sweep(self, limit: int) -> SweepReport:
         """Removes at most `limit` outlived keys and `limit` outcomes past their audit window.

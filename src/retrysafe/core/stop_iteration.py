@@ -30,10 +30,11 @@ def is_listed(error: BaseException, kinds: tuple[type[BaseException], ...]) -> b
 
 def own_error(error: E) -> E | StopIteration:
     """What the operation raised, before Python made another error of it."""
+    # Its very class first: in another one, what looks like a cause may do anything.
+    if type(error) is not RuntimeError or error.args != (_MESSAGE,):
+        return error
     cause = error.__cause__
-    if isinstance(cause, StopIteration) and type(error) is RuntimeError:
-        return cause if error.args == (_MESSAGE,) else error
-    return error
+    return cause if isinstance(cause, StopIteration) else error
 
 
 def raisable(error: E) -> E | RuntimeError:

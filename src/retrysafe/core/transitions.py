@@ -33,6 +33,7 @@ from retrysafe.core.model import (
     OperatorNote,
     Payload,
     Record,
+    Seen,
     SettleAnswer,
     SettleKind,
     Settlement,
@@ -314,13 +315,24 @@ def record_step(
 
 
 def operate(
-    record: Record | None, command: OperatorCommand, now_ms: int
+    record: Record | None, command: OperatorCommand, now_ms: int, seen: Seen | None = None
 ) -> tuple[Record | None, Decision]:
-    """Applies an operator's command; the new record is None when nothing is to be written."""
-    decision = decide(operator_trigger(command), condition_of(record, now_ms))
+    """Applies an operator's command; the new record is None when nothing is to be written.
+
+    One that was meant for what somebody has seen is refused for anything else: a failure that is to
+    expire may have become a success, and an abandoned claim may have an owner again.
+    """
+    condition = condition_of(record, now_ms)
+    decision = decide(operator_trigger(command), condition)
     if decision is not Decision.APPLY:
         return None, decision
     assert record is not None  # Nothing is applied to an absent record.
+    # A lease that has run out meanwhile makes the command only safer.
+    conditions = (
+        (condition, Condition.RUNNING) if condition is Condition.ABANDONED else (condition,)
+    )
+    if seen is not None and seen not in [Seen(record.token, each) for each in conditions]:
+        return None, Decision.REFUSE
     if command is OperatorCommand.EXPIRE:
         return replace(record, expires_at_ms=now_ms), decision
     # The attempts start over, else an exhausted record would be exhausted again at once. The

@@ -126,10 +126,8 @@ class Access:
 
     def may_act(self, request: Request) -> bool:
         """Whether the request carries the token, by its session or as a bearer token."""
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer":
-            return self.takes(token.strip(), request)
-        return bool(self.session(request))
+        token = _bearer_of(request)
+        return bool(self.session(request)) if token is None else self.takes(token, request)
 
     def form_mark(self, request: Request) -> str:
         """What a form of this session carries; other sites cannot know it."""
@@ -140,7 +138,7 @@ class Access:
         """Whether the request was sent by one of our pages, or by a script with the token."""
         if not is_same_origin(request):
             return False
-        if request.headers.get("authorization"):
+        if _bearer_of(request) is not None:
             return True
         wanted = self.form_mark(request)
         return bool(wanted) and hmac.compare_digest(mark.encode(), wanted.encode())
@@ -148,6 +146,12 @@ class Access:
     def _signature(self, purpose: str, text: str) -> str:
         key = (self._token or "").encode()
         return hmac.new(key, f"{purpose}:{text}".encode(), hashlib.sha256).hexdigest()
+
+
+def _bearer_of(request: Request) -> str | None:
+    """The bearer token of a request; None for any other authorization, as of a proxy's users."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
 
 
 def is_same_origin(request: Request) -> bool:

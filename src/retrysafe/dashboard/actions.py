@@ -6,18 +6,25 @@ Every action is asked about once and needs a reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
 from urllib.parse import urlencode
 
-from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.core.listing import RecordQuery
 from retrysafe.core.machine import decide, operator_trigger
-from retrysafe.core.model import Condition, Decision, OperatorCommand, OperatorNote
+from retrysafe.core.model import (
+    Condition,
+    Decision,
+    OperatorCommand,
+    OperatorNote,
+    Seen,
+    StoredKey,
+)
 from retrysafe.core.outbox.entries import EntryCommand
 from retrysafe.core.outbox.port import outbox_of
 from retrysafe.core.ports import Store
+from retrysafe.core.recovery import key_of as key_in
 from retrysafe.dashboard.pages import BULK, FILTERS, key_of, query_of
 from retrysafe.dashboard.web import BadRequest
 from retrysafe.runtime.checks import operator_outcome
@@ -67,17 +74,21 @@ class Actions:
         key = key_of(form)
         command = _chosen(OperatorCommand, form)
         if not form.get("is_confirmed"):
+            stored = run_sync(self._store.read(key))
             fields = {"key": key.text, "caller": key.caller, "command": command.value}
+            found = "not there" if stored is None else stored.condition.value
+            if stored is not None:
+                fields["seen"] = f"{stored.record.token.hex()} {found}"
             return Done(
                 confirm={
-                    "what": f"{command.value.capitalize()} {key}",
+                    "what": f"{command.value.capitalize()} {key}, which is {found}",
                     "consequence": CONSEQUENCES[command],
                     "fields": fields,
                     "action": "/key",
                     "back": "/key?" + urlencode({"key": key.text, "caller": key.caller}),
                 }
             )
-        note = OperatorNote(user, _reason(form))
+        note = OperatorNote(user, _reason(form), _seen(form))
         decision = run_sync(self._store.operate(key, command, note))
         operator_outcome(decision, command, key, run_sync(self._store.read(key)))
         return Done("/key?" + urlencode({"key": key.text, "caller": key.caller}))
@@ -98,31 +109,33 @@ class Actions:
         if not matching:
             raise BadRequest(f"nothing that matches takes this command: {command.value}")
         if not form.get("is_confirmed"):
-            first = ", ".join(str(key) for key in matching[:3])
+            first = ", ".join(str(key_in(item.record)) for item in matching[:3])
             return Done(
                 confirm={
                     "what": f"{command.value.capitalize()} {len(matching)} keys",
                     "consequence": f"{CONSEQUENCES[command]} The first are {first}. One go takes "
                     f"{BULK_LIMIT} at most.",
-                    "fields": asked | {"command": command.value, "count": str(len(matching))},
+                    "fields": asked
+                    | {"command": command.value, "count": str(len(matching))}
+                    | {"looked_at_ms": str(matching[0].now_ms)},
                     "action": "/keys",
                     "back": back,
                 }
             )
         note = OperatorNote(user, _reason(form))
-        agreed = form.get("count", "")[:9]
-        if not (agreed.isascii() and agreed.isdigit()):
-            raise BadRequest("nobody has agreed to a number of keys")
-        for key in matching[: int(agreed)]:
+        agreed, looked_at_ms = _number(form, "count"), _number(form, "looked_at_ms")
+        # What matches only now is nothing that anybody has agreed to.
+        matching = [item for item in matching if item.was_so(looked_at_ms)]
+        for item in matching[:agreed]:
             # Each is decided once more by the store: one that has changed meanwhile is left.
-            run_sync(self._store.operate(key, command, note))
+            noted = replace(note, seen=item.seen)
+            run_sync(self._store.operate(key_in(item.record), command, noted))
         return Done(back)
 
-    def _matching(self, query: RecordQuery) -> Iterator[Key]:
+    def _matching(self, query: RecordQuery) -> Iterator[StoredKey]:
         while True:
             page = run_sync(self._store.list_records(query))
-            for item in page.keys:
-                yield Key(item.record.text, caller=item.record.caller or GLOBAL)
+            yield from page.keys
             if page.after is None:
                 return
             query.after = page.after
@@ -167,6 +180,25 @@ def _chosen(commands: Any, form: dict[str, str]) -> Any:
         return commands(form.get("command", ""))
     except ValueError:
         raise BadRequest("there is no such command") from None
+
+
+def _number(form: dict[str, str], name: str) -> int:
+    text = form.get(name, "")[:15]
+    if not (text.isascii() and text.isdigit()):
+        raise BadRequest(f"nobody has agreed to this: the form has no {name}")
+    return int(text)
+
+
+def _seen(form: dict[str, str]) -> Seen | None:
+    """What was shown with the question that this is the answer to."""
+    text = form.get("seen", "")
+    if not text:
+        return None  # A script that did not look.
+    token, _, condition = text.partition(" ")
+    try:
+        return Seen(bytes.fromhex(token), Condition(condition))
+    except ValueError:
+        raise BadRequest("load the page again: the form says nothing of the key") from None
 
 
 def _reason(form: dict[str, str]) -> str:

@@ -54,7 +54,7 @@ from retrysafe.http.policy_page import PolicyReaders
 from retrysafe.http.protection import STORE_TIMEOUT, Protection
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
-from retrysafe.http.resumption import RESUMED_NAME
+from retrysafe.http.resumption import RESUMED_NAME, resumption_in
 from retrysafe.http.routes import Route
 from retrysafe.http.rules import Rule, checked_rules
 from retrysafe.http.unprotected import UnprotectedRuns
@@ -170,6 +170,8 @@ class IdempotencyMiddleware:
             method = method.upper()
         match = self._find(method, inner)
         if match is None:
+            if (resumption := resumption_in(scope)) is not None:
+                resumption.require_rule(whole, method, self.protection.table.routes)
             await self._pass(method, inner, scope, receive, send)
             return
         # What the rule has seen is what the application runs.
@@ -317,7 +319,7 @@ class IdempotencyMiddleware:
         # A transaction of the application's own has the time-outs that its database was given.
         if self._lookout is not None and is_news and plan.route.rule.transaction is None:
             self._lookout.watch(run, call, waiter, loop)
-        run.settling = loop.create_task(self._settle(run, call, waiter))
+        run.answering = loop.create_task(self._answer_apart(run, call, waiter))
         try:
             if run.started is not None and not await _is_prompt(run, waiter):
                 return answers.accepted(
@@ -372,7 +374,9 @@ class IdempotencyMiddleware:
         unprotected.end_claimed(call, None)
         return answer
 
-    async def _settle(self, run: AppRun, call: Call, waiter: asyncio.Future[Answer[Any]]) -> None:
+    async def _answer_apart(
+        self, run: AppRun, call: Call, waiter: asyncio.Future[Answer[Any]]
+    ) -> None:
         """Answers the call, and tells the waiter at once: a task's own callbacks come later."""
         try:
             answer = await self._outcome(run, call)

@@ -34,12 +34,14 @@ _logger = logging.getLogger("retrysafe")
 class TaskResumption(Resumption):
     """A resumption on an event loop, where the route and the worker are two tasks."""
 
-    __slots__ = ("_outcome", "_settled")
+    __slots__ = ("_outcome", "_settled", "is_answered")
 
     def __init__(self, call: Call, request: StoredRequest, attempt: Attempt) -> None:
         super().__init__(call, request, attempt)
         self._outcome: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         self._settled = asyncio.Event()
+        # Whether the route has answered; what the application raises after that is told by nobody.
+        self.is_answered = False
 
     async def served(self, run: AppRun) -> Response:
         """The response of the run, when it is stored; raises what the application raises."""
@@ -52,6 +54,7 @@ class TaskResumption(Resumption):
         except Exception as error:
             self._fail(error)
             raise
+        self.is_answered = True
         if not self._outcome.done():
             self._outcome.set_result(response)
         await self._settled.wait()
@@ -133,8 +136,8 @@ async def _sent(app: App, resumption: TaskResumption) -> None:
         await app(scope_of(resumption), receive, send)
     except Exception as error:
         raised = error
-        if resumption.is_taken:
-            _logger.warning("a resumed request failed", exc_info=error)
+        if resumption.is_answered:
+            _logger.warning("a resumed request failed after its response", exc_info=error)
     finally:
         ended.set()
         resumption.end(status, raised)

@@ -86,6 +86,8 @@ class AppRun:
         "_send",
         "_status",
         "_timer",
+        "answering",
+        "answering",
         "background",
         "error",
         "is_left",
@@ -94,7 +96,6 @@ class AppRun:
         "loop",
         "plan",
         "response",
-        "settling",
         "started",
         "task",
     )
@@ -146,7 +147,7 @@ class AppRun:
         self.started: asyncio.Future[None] | None = None
         # Where it has a place for as long as the application runs, if it may go on behind a 202.
         self.background: Permits | None = None
-        self.settling: asyncio.Task[None] | None = None
+        self.answering: asyncio.Task[None] | None = None
         # Where all of this runs. Asking for it is a system call before Python 3.12.
         self.loop = asyncio.get_running_loop()
 
@@ -205,7 +206,7 @@ class AppRun:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            if self._runs and self.settling is not None and self.settling.done():
+            if self._runs and self.answering is not None and self.answering.done():
                 self._runs.discard(self)
         self.is_over = self._late_error is None
 
@@ -441,7 +442,7 @@ class AppRun:
         if self.is_passing and not self._is_ended and self.task is not None:
             # Nobody reads it, and it is remembered as done: it ends as it would without us.
             self.task.cancel()
-        if any(task is not None and not task.done() for task in (self.settling, self.task)):
+        if any(task is not None and not task.done() for task in (self.answering, self.task)):
             self._runs.add(self)
 
     def _wake(self) -> None:

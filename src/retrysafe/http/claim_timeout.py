@@ -107,6 +107,6 @@ class ClaimLookout:
         call.progress.note(EventKind.STORE_UNAVAILABLE)
         if self._let_go is not None:
             self._let_go(call)
-        settling = run.settling
-        if settling is not None:
-            settling.cancel()
+        answering = run.answering
+        if answering is not None:
+            answering.cancel()

@@ -12,6 +12,7 @@ import mmap
 import os
 import time
 from array import array
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from struct import pack_into
@@ -29,8 +30,11 @@ _SUFFIX: Final = ".bin"
 class RunningSet:
     """When the operations began that are under way."""
 
-    def __init__(self, folder: str | None = None) -> None:
+    def __init__(
+        self, folder: str | None = None, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
         """Operations of other processes are seen through `folder`, if there is one."""
+        self.monotonic = monotonic
         self._folder = None if folder is None else Path(folder)
         self._began: dict[object, tuple[float, int | None]] = {}
         self._file: mmap.mmap | None = None
@@ -48,7 +52,7 @@ class RunningSet:
 
     def add(self, item: object) -> None:
         """An operation has begun."""
-        began = time.monotonic()
+        began = self.monotonic()
         place: int | None = None
         if self._folder is not None:
             file = self._file or self._open(self._folder)
@@ -66,7 +70,7 @@ class RunningSet:
 
     def ages_seconds(self) -> list[float]:
         """For how long each of them has been under way, the youngest first."""
-        now = time.monotonic()
+        now = self.monotonic()
         began = [since for since, _ in list(self._began.values())]
         if self._folder is not None:
             own = f"{_PREFIX}{os.getpid()}{_SUFFIX}"

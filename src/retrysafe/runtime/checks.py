@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from retrysafe.core.callables import require_function
 from retrysafe.core.keys.key import Key
+from retrysafe.core.machine import decide, operator_trigger
 from retrysafe.core.model import Condition, Decision, OperatorCommand, StoredKey
 from retrysafe.errors import (
     AwaitForgotten,
@@ -345,6 +346,12 @@ def operator_outcome(
             f"there is no record of {key}: check the key and the caller", key=key.text
         )
     condition = stored.condition
+    if decide(operator_trigger(command), condition) is not Decision.REFUSE:
+        raise OperatorRefused(
+            f"cannot {command.value} {key}: it has changed since somebody looked, and is "
+            f"{condition.value} now; look again, then decide again",
+            key=key.text,
+        )
     advice = {
         (OperatorCommand.RELEASE, Condition.RUNNING): (
             "its owner may still be at work; wait for the lease, or force the release if you know "

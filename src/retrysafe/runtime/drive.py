@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from retrysafe.core.handlers import is_of_handler
+from retrysafe.core.stop_iteration import raisable
 from retrysafe.errors import FlowSuspended
 
 T = TypeVar("T")
@@ -19,6 +21,11 @@ def run_sync(flow: Coroutine[Any, Any, T]) -> T:
     try:
         flow.send(None)
     except StopIteration as stop:
+        trace = stop.__traceback__
+        # A flow that has a method in Python for this is a step's. A handler may raise in there, and
+        # that is not what the step has returned.
+        if trace is not None and trace.tb_next is not None and is_of_handler(stop):
+            raise raisable(stop) from stop
         result: T = stop.value
         return result
     flow.close()

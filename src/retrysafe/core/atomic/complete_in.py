@@ -12,6 +12,7 @@ from typing import Any
 
 from retrysafe.core.atomic.block import settlement_of, storable
 from retrysafe.core.call import Call
+from retrysafe.core.handlers import is_of_handler
 from retrysafe.core.lease import Lease
 from retrysafe.core.model import Decision, Ending, Payload, SettleKind, Settlement, StagedEntry
 from retrysafe.core.ports import Executor, Fate, Transaction
@@ -144,6 +145,8 @@ async def undo_quietly(transaction: Transaction) -> None:
     """Undoes what was done in the user's transaction, for a reason that matters more."""
     try:
         await transaction.undo()
-    except Exception:
+    except Exception as error:
+        if is_of_handler(error):
+            raise  # What was written may still be there: nothing more is tried in it.
         # The connection is gone, which undoes more; the reason for undoing matters more.
         return

@@ -11,16 +11,15 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from retrysafe.core.atomic.block import storable_payload
-from retrysafe.core.atomic.complete_in import undo_quietly
 from retrysafe.core.call import Call
 from retrysafe.core.events import EventKind
-from retrysafe.core.handlers import is_refusal
+from retrysafe.core.handlers import is_of_handler, is_refusal
 from retrysafe.core.lease import Lease
-from retrysafe.core.model import Decision, Payload, Step, StepWrite
+from retrysafe.core.model import Payload, Step
 from retrysafe.core.one_call import OneCall, is_interruption
-from retrysafe.core.ports import Fate, Ports, Signal, Transaction
+from retrysafe.core.ports import Fate, Ports, Signal
 from retrysafe.core.steps.history import StepHistory, StepOptions, Undo, checked_name
+from retrysafe.core.steps.joined import JoinedSteps
 from retrysafe.core.steps.pending import PendingStep
 from retrysafe.core.steps.taken import TakenStep
 from retrysafe.core.steps.writer import StepWriter
@@ -44,17 +43,6 @@ if TYPE_CHECKING:
 LOOK_SECONDS: Final = 0.25
 
 
-class _JoinedStep:
-    """A step that was recorded in the user's transaction, until that has ended."""
-
-    __slots__ = ("connection", "transaction", "write")
-
-    def __init__(self, connection: object, transaction: Transaction, write: StepWrite) -> None:
-        self.connection = connection
-        self.transaction = transaction
-        self.write = write
-
-
 class StepRun:
     """The steps of one attempt at work."""
 
@@ -63,8 +51,6 @@ class StepRun:
         "_background",
         "_clock",
         "_executor",
-        "_joined",
-        "_lease",
         "_loaders",
         "_lock",
         "_not_begun",
@@ -74,6 +60,7 @@ class StepRun:
         "book",
         "call",
         "has_uncertain",
+        "joined",
         "writer",
     )
 
@@ -83,7 +70,6 @@ class StepRun:
         self._executor = ports.executor
         self._lock = ports.executor.step_lock
         self._attempt = attempt
-        self._lease = lease
         self.call = call
         self.book = StepHistory(call.key.text, is_first=attempt.is_first)
         self.writer = StepWriter(ports, call, lease, attempt.number)
@@ -91,7 +77,10 @@ class StepRun:
         self._loaders: list[Signal] | None = None
         # Whom the last step under way wakes, once the operation has ended.
         self._quiet: Signal | None = None
-        self._joined: list[_JoinedStep] = []
+        leases = (lease, *attempt.held)
+        self.joined = JoinedSteps(
+            ports.executor, call, leases, self.book, self.writer, self._finish
+        )
         # Whether a try of a step ended in a way after which nobody knows what it did.
         self.has_uncertain = False
         # The steps that were called and are not known to be stored.
@@ -111,7 +100,7 @@ class StepRun:
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], options: StepOptions
     ) -> Any:
         await self.load()
-        await self.look_after_transactions(options.connection)
+        await self.joined.look_after(options.connection)
         await self._require_unsettled(name)
         book = self.book
         place = book.place(is_known=self._executor.current() is self._attempt)
@@ -188,9 +177,7 @@ class StepRun:
         """Runs a step that no earlier attempt has finished, and records it."""
         name, options = taken.name, taken.options
         if options.connection is not None:
-            value = await self._run_joined(taken)
-            with self._lock:
-                self._finish(taken)
+            value = await self.perform(taken, options.terminal, self.joined.making(taken))
             self.book.advance(taken.position)
             return value
         try:
@@ -396,7 +383,8 @@ class StepRun:
                 is_certain = True
                 return value
             except Exception as error:
-                if run_once is None and is_interruption(made, error):
+                is_joined = run_once is not None
+                if is_interruption(made, error) and (not is_joined or is_of_handler(error)):
                     raise
                 is_certain = self._is_nothing_happened(error)
                 raised = type(error).__name__
@@ -426,66 +414,3 @@ class StepRun:
     def is_terminal(self, error: Exception) -> bool:
         """Whether this very exception came from a step for which it is terminal."""
         return any(error is item for item in self._terminal_errors)
-
-    # In the user's transaction.
-
-    async def _run_joined(self, taken: TakenStep) -> Any:
-        """Runs the step in the user's transaction and records it there.
-
-        Each try has a savepoint of its own, so that nothing of a failed one stays behind.
-        """
-        connection, outcome_codec = taken.options.connection, taken.outcome_codec
-        assert outcome_codec is not None  # It is known before the call is made.
-        transaction = self._executor.join_step(connection)
-        # Before the record is written: the next renewal comes at any moment.
-        leases = (self._lease, *self._attempt.held)
-        for lease in leases:
-            lease.is_joined = True
-
-        async def run_once(made: OneCall) -> Any:
-            await transaction.begin()
-            try:
-                value = await self._executor.perform_step(taken.call, made)
-                payload = storable_payload(self.call, outcome_codec, value)
-                write = self.writer.write_of(Step(taken.name, taken.position, payload))
-                for each in (*self.writer.writes_around(write.step), write):
-                    if await transaction.record_step(each) is Decision.LOST:
-                        raise self.writer.lost()
-            except BaseException:
-                await undo_quietly(transaction)
-                raise
-            await transaction.keep()
-            self._joined.append(_JoinedStep(connection, transaction, write))
-            # From now on the transaction itself keeps renewals off the record, for as long as it is
-            # open; then they go there again, where the previous release looks. Not after a failed
-            # try: the next one would meet a record that was renewed since its snapshot.
-            for lease in leases:
-                lease.is_joined = lease.may_be_settled
-            return value
-
-        return await self.perform(taken, taken.options.terminal, run_once)
-
-    async def look_after_transactions(self, connection: object = None) -> None:
-        """Finds out what became of the steps that were recorded in users' transactions.
-
-        Raises `InvalidInput` while one is open on another connection than the given one: it has
-        locked the record, so whatever is to be written now would wait for it for ever.
-        """
-        for joined in list(self._joined):
-            step = joined.write.step
-            fate = await joined.transaction.step_fate(joined.write)
-            if fate is Fate.OPEN:
-                if joined.connection is connection:
-                    continue
-                text = self.call.key.text
-                raise InvalidInput(
-                    f"the transaction of step {step.name!r} of {text!r} is still open: commit it "
-                    "before the next step outside it, and before the operation ends",
-                    key=text,
-                )
-            self._joined.remove(joined)
-            with self._lock:
-                if fate is Fate.UNDONE:
-                    self.book.take_back(step.name)
-                else:
-                    self.book.committed.add(step.name)

@@ -15,6 +15,7 @@ from enum import Enum
 from functools import lru_cache, partial
 from typing import Any, Final, Protocol
 
+from retrysafe.core.handlers import is_of_handler
 from retrysafe.core.model import Payload
 from retrysafe.core.stop_iteration import own_error, raisable
 from retrysafe.core.values import trees
@@ -41,6 +42,8 @@ JSON_FORMS: Final = (JSON, TAGGED, DATACLASS, MSGSPEC, PYDANTIC, FAILURE, EXHAUS
 
 # A failure's message is for people; a whole response body in it would only fill the store.
 MESSAGE_LIMIT_CHARACTERS: Final = 2_000
+# How often an exception is encoded while signals' handlers raise in that.
+ENCODE_TRIES: Final = 2
 
 
 class OutcomeCodec(Protocol):
@@ -216,15 +219,18 @@ def encode_failure(error: BaseException, limit_bytes: int) -> Payload:
     error = own_error(error)
     head = trees.type_name(type(error)).encode()
     message = {"message": message_of(error)}
-    try:
-        rebuild = _tree_that_comes_back({"args": list(error.args), "state": _state(error)})
-        payload = Payload(FAILURE, head, trees.json_bytes(message | rebuild))
-        if payload.size_bytes <= limit_bytes:
-            return payload
-    except Exception:
-        # The exception cannot be rebuilt from JSON. Whatever its attributes do when they are
-        # read, its failure must be stored: name and message can still be told.
-        return Payload(FAILURE, head, trees.json_bytes(message))
+    for _ in range(ENCODE_TRIES):
+        try:
+            rebuild = _tree_that_comes_back({"args": list(error.args), "state": _state(error)})
+            payload = Payload(FAILURE, head, trees.json_bytes(message | rebuild))
+            if payload.size_bytes <= limit_bytes:
+                return payload
+            break
+        except Exception as problem:
+            # The exception cannot be rebuilt from JSON. Whatever its attributes do when they are
+            # read, its failure must be stored: name and message can still be told.
+            if not is_of_handler(problem):
+                break
     return Payload(FAILURE, head, trees.json_bytes(message))
 
 
@@ -249,17 +255,21 @@ def _slots_of(kind: type) -> list[str]:
 
 
 def require_again(error: Exception, encode: Callable[[], object]) -> None:
-    """Raises the error of an encoding that succeeds when it is asked again.
+    """Raises the error of an encoding if a signal's handler raised it.
 
-    Then nothing is wrong with the value: a signal's handler raised, and its exception is not to be
-    swallowed as if it were about the value.
+    Then nothing is wrong with the value, and the exception is not to be swallowed as if it were
+    about it. A handler that cannot be told by its frame is told by an encoding that succeeds when
+    it is asked again.
     """
-    try:
-        encode()
-    except Exception:
-        return
     # Here only what is wrong with a value is wrapped.
-    raise error.__cause__ if isinstance(error, NotStorable) and error.__cause__ else error
+    is_wrapped = isinstance(error, NotStorable) and error.__cause__ is not None
+    raised = error.__cause__ or error if is_wrapped else error
+    if not is_of_handler(raised):
+        try:
+            encode()
+        except Exception:
+            return
+    raise raised
 
 
 def message_of(error: BaseException) -> str:

@@ -142,11 +142,13 @@ class TaskGroupCommit:
                 batch.unwanted.append(key)
 
     def _leave_or_wait(self) -> None:
-        if not self._may_leave():
+        may_leave = self._may_leave()
+        if not may_leave:
             self._end_the_rest()
-        if self._is_boarding:
-            return  # For the rows behind one that has just ended.
-        if self._may_leave():
+            if self._is_boarding:
+                return  # For the rows behind one that has just ended.
+            may_leave = self._may_leave()
+        if may_leave:
             self._begin_batch()
         elif self._lookout is None and self._batches_count < self._batches_limit:
             self._lookout = self._loop.call_later(HELD_UP_SECONDS, self._look_out, self._departures)

@@ -86,7 +86,8 @@ class Listing:
             last_ms, after = from_ms - 1, b""
             width_ms *= _WIDER
             if until is not None:
-                left, took = until - time.monotonic(), time.monotonic() - asked_at
+                left = until - time.monotonic()
+                took = max(time.monotonic() - asked_at, 1e-6)
                 if left <= 0:
                     unsearched = f"keys claimed before {instant_text(from_ms)}"
                     return RecordPage(found, Position(last_ms, b""), unsearched)

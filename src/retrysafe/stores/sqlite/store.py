@@ -295,7 +295,7 @@ class SqliteStore:
         def apply(connection: sqlite3.Connection) -> Decision:
             record = rows.select_of(connection, key)
             now_ms = self._now_ms()
-            changed, decision = transitions.operate(record, command, now_ms)
+            changed, decision = transitions.operate(record, command, now_ms, note.seen)
             if changed is not None and record is not None:
                 rows.update(connection, changed)
                 action = transitions.action_of(record, command, note, now_ms)

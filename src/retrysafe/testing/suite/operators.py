@@ -40,6 +40,36 @@ class OperatorCases(SuiteBase):
         assert probe.stored() == stored
         assert probe.claim().decision is Decision.REPLAY
 
+    @pytest.mark.parametrize("seen", [Condition.FAILED, Condition.RELEASED])
+    def test_a_success_is_not_expired_for_a_failure_that_somebody_saw(
+        self, probe: Probe, seen: Condition
+    ) -> None:
+        """The key was tried again since they looked: expired, what succeeded would run twice."""
+        probe.arrange(seen)
+        looked_at = probe.read().seen
+        assert probe.operate(OperatorCommand.RELEASE) is Decision.APPLY
+        token = probe.hold()
+        assert probe.end(SettleKind.COMPLETE, token) is Decision.APPLY
+        stored = probe.stored()
+        assert probe.operate(OperatorCommand.EXPIRE, seen=looked_at) is Decision.REFUSE
+        assert probe.stored() == stored
+
+    def test_an_owner_that_took_over_keeps_what_was_abandoned_when_somebody_saw_it(
+        self, probe: Probe
+    ) -> None:
+        """A forced release is meant for the owner who is gone, not for the next one."""
+        old = probe.arrange(Condition.ABANDONED)
+        looked_at = probe.read().seen
+        assert probe.extend(old).decision is Decision.APPLY
+        assert probe.operate(OperatorCommand.FORCE_RELEASE, seen=looked_at) is Decision.REFUSE
+        probe.advance(LEASE_MS)
+        token = probe.hold()
+        assert probe.operate(OperatorCommand.FORCE_RELEASE, seen=looked_at) is Decision.REFUSE
+        running = probe.read().seen
+        probe.advance(LEASE_MS)
+        assert probe.operate(OperatorCommand.FORCE_RELEASE, seen=running) is Decision.APPLY
+        assert probe.end(SettleKind.COMPLETE, token) is Decision.LOST
+
     @pytest.mark.parametrize("command", _RELEASES)
     @pytest.mark.parametrize(
         "condition", [Condition.ABANDONED, Condition.FAILED, Condition.RELEASED]

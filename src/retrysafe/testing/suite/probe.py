@@ -18,7 +18,9 @@ from retrysafe.core.model import (
     Extension,
     Fingerprint,
     OperatorCommand,
+    OperatorNote,
     Payload,
+    Seen,
     SettleAnswer,
     SettleKind,
     Settlement,
@@ -246,9 +248,12 @@ class Probe:
 
     # Operators.
 
-    def operate(self, command: OperatorCommand, key: Key = KEY) -> Decision:
+    def operate(
+        self, command: OperatorCommand, key: Key = KEY, seen: Seen | None = None
+    ) -> Decision:
         """An operator's command."""
-        decision: Decision = self._run(self.store.operate(key, command))
+        note = OperatorNote(seen=seen)
+        decision: Decision = self._run(self.store.operate(key, command, note))
         return decision
 
     def find(self, key: Key = KEY, *, with_audit: bool = True) -> StoredKey | None:
