@@ -39,7 +39,7 @@ def test_a_list_reads_by_the_index_of_claims(desk):
     desk.fill(3000)
     desk.sql("VACUUM ANALYZE {schema}.keys")
     statement = schema.statements(desk.schema)["list_claimed"]
-    values = ["NULL", "''", "'{{}}'", "5", "NULL", "10", "20", "''", "30"]
+    values = ["NULL", "''", "'{}'", "5", "NULL", "10", "20", "''", "30"]
     for number, value in reversed(list(enumerate(values, 1))):
         statement = statement.replace(f"${number}", value)
     desk.sql("SET enable_seqscan = off")
