@@ -14,6 +14,7 @@ from benchmarks import (
     outbox_bench,
     postgres_bench,
     sqlite_bench,
+    telemetry_bench,
 )
 
 BENCHMARKS = {
@@ -24,6 +25,7 @@ BENCHMARKS = {
     "operators": operators_bench.run,
     "outbox": outbox_bench.run,
     "consumers": consumers_bench.run,
+    "telemetry": telemetry_bench.run,
 }
 
 

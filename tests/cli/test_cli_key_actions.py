@@ -201,3 +201,32 @@ def test_a_command_takes_every_condition_that_it_applies_to(invoke, failures):
         for command in (OperatorCommand.RELEASE, OperatorCommand.EXPIRE)
     }
     assert dry == {"release": 6, "expire": 6}
+
+
+def test_never_more_than_somebody_agreed_to(invoke, failures, monkeypatch):
+    """A key that matches only after the count was shown is left to another command."""
+    from retrysafe.cli import key_actions
+
+    change_all = key_actions._change_all
+
+    def later(*args):
+        failures.put("k9", SettleKind.FAIL, operation="refund")
+        change_all(*args)
+
+    monkeypatch.setattr(key_actions, "_change_all", later)
+    arguments = ("--operation", "refund", "--yes", "--json", "--reason", "x")
+    document = invoke(*release(failures, *arguments)).json
+    assert (document["matched"], document["changed"]) == (2, 2)
+    left = [desk for desk in ("k3", "k4", "k9") if failures.condition(desk) is Condition.FAILED]
+    assert len(left) == 1
+
+
+def test_a_long_audit_is_searched_within_its_time(invoke, failures, monkeypatch):
+    """What stands is shown all the same, with a word about what was not searched."""
+    monkeypatch.setattr("retrysafe.stores.sqlite.audit._OUTCOMES_PER_LOOK", 1)
+    show = ("keys", "show", "k0", "--caller", "acme", "--store", failures.url)
+    document = invoke(*show, "--within", "0.0000001", "--json").json
+    assert [item["is_replayed"] for item in document["outcomes"]] == [True]
+    assert document["not_searched"] == "the oldest outcomes, about 6 of them"
+    assert "search longer with --within" in invoke(*show, "--within", "0.0000001").stderr
+    assert invoke(*show, "--within", "0", "--json").json["not_searched"] is None

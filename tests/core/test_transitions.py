@@ -20,10 +20,12 @@ from retrysafe.core.model import (
     OperatorCommand,
     Payload,
     Record,
+    Seen,
     SettleKind,
     State,
     Step,
     StepWrite,
+    StoredKey,
 )
 from retrysafe.core.policy import FOREVER
 from retrysafe.core.transitions import OPERATOR_RELEASE_KEPT_MS
@@ -349,3 +351,32 @@ def test_an_operators_expiry_ends_the_window_now(state):
 def test_digest_belongs_to_the_key():
     made, _ = transitions.claim(None, request(), NOW)
     assert (made.digest, made.caller, made.text) == (KEY.digest, KEY.caller, KEY.text)
+
+
+def test_a_command_for_what_somebody_has_seen_is_refused_for_anything_else():
+    """A failure may have become a success meanwhile; a lease that ran out makes it only safer."""
+    failed = record(State.FAILED)
+    expire = OperatorCommand.EXPIRE
+    assert (
+        transitions.operate(failed, expire, NOW, Seen(TOKEN, Condition.FAILED))[1] is Decision.APPLY
+    )
+    for seen in (Seen(OTHER_TOKEN, Condition.FAILED), Seen(TOKEN, Condition.SUCCEEDED)):
+        assert transitions.operate(failed, expire, NOW, seen) == (None, Decision.REFUSE)
+    running = Seen(TOKEN, Condition.RUNNING)
+    released = transitions.operate(record(), OperatorCommand.RELEASE, NOW + LEASE_MS, running)
+    assert released[1] is Decision.APPLY
+
+
+@pytest.mark.parametrize(
+    ("item", "condition", "since_ms"),
+    [
+        (record(), Condition.RUNNING, NOW),
+        (record(), Condition.ABANDONED, NOW + LEASE_MS),
+        (record(State.FAILED), Condition.FAILED, NOW),
+    ],
+)
+def test_a_stored_key_tells_since_when_it_is_what_it_is(item, condition, since_ms):
+    """By the instant of its claim, of the end of its lease, or of its ending."""
+    stored = StoredKey(item, condition, NOW)
+    assert stored.seen == Seen(TOKEN, condition)
+    assert (stored.was_so(since_ms - 1), stored.was_so(since_ms)) == (False, True)

@@ -363,3 +363,20 @@ def test_a_client_that_prefers_so_is_answered_as_described(demo, customer, key):
     assert accepted.status_code == 202
     assert set(accepted.json()) == set(schema["required"])
     assert accepted.headers["Location"] == accepted.json()["status_url"]
+
+
+def test_metrics_count_what_the_demo_did(demo, customer, key):
+    """An execution and its replay, under the operation's route; the size of the store as well."""
+
+    def counted(result):
+        text = httpx.get(f"{demo.url}/metrics", timeout=PATIENCE_SECONDS).text
+        name = f'retrysafe_calls_total{{operation="POST /charges",result="{result}"}} '
+        lines = [line for line in text.splitlines() if line.startswith(name)]
+        return float(lines[0].rpartition(" ")[2]) if lines else 0.0
+
+    body = BODIES["charges"] | {"customer": customer}
+    before = counted("executed"), counted("replayed")
+    for _ in range(2):
+        httpx.post(f"{demo.url}/charges", headers=headers_of(key), json=body)
+    assert (counted("executed"), counted("replayed")) == (before[0] + 1, before[1] + 1)
+    assert "retrysafe_store_rows{" in httpx.get(f"{demo.url}/metrics").text

@@ -221,11 +221,16 @@ def test_operations_past_the_limit_share_a_label():
     metrics = PrometheusMetrics(CollectorRegistry())
     for number in range(OPERATIONS_LIMIT + 5):
         progress = Progress(float)
+        progress.note(EventKind.CLAIMED)
+        progress.note(EventKind.COMPLETED)
         progress.end(None)
         key = Key("k", caller="c")
         metrics(Event(EventKind.ANSWERED, key, f"op-{number}", call=progress))
     found = scrape(metrics)
     assert found["retrysafe_calls_total,operation=(other),result=executed"] == 5
+    # Nor is anything else kept of those beyond.
+    for kept in (metrics._call_children, metrics._operation_children):
+        assert len(kept) == OPERATIONS_LIMIT + 1
 
 
 def test_takeovers_and_passes_of_workers_are_shown(monkeypatch):

@@ -18,6 +18,7 @@ from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.clock import wall_clock_ms
 from retrysafe.stores.opening import postgres_store
 from retrysafe.stores.postgres import diagnosis
+from retrysafe.stores.postgres import schema as postgres_schema
 from tests.servers.fixtures import migrated
 from tests.servers.pgbouncer import PgBouncer
 from tests.servers.postgres import PostgresServer
@@ -126,6 +127,39 @@ def test_a_table_that_is_never_vacuumed_is_found(sound_url):
     execute(sound_url, "ALTER TABLE doctor.keys SET (autovacuum_enabled = off)")
     (found,) = diagnosed(sound_url)
     assert found.startswith("autovacuum is off for the table doctor.keys")
+
+
+def test_no_migration_keeps_writers_out_of_a_large_table(sound_server):
+    """Leases that cannot be renewed for that long run out; doctor says how to go on."""
+    url, name = sound_server.url(), "grown"
+    text = "repeat('x', 1500)"
+    with psycopg.connect(url, autocommit=True) as connection:
+        for version in range(1, 8):
+            connection.execute(postgres_schema.migration_script(version, name))
+        connection.execute(
+            f"INSERT INTO {name}.keys SELECT decode(md5(n::text), 'hex'), '', n::text, '', 1, '',"
+            f" 2, '', 1, n, n, n, n, n, n, {text} FROM generate_series(1, 18000) AS n"
+        )
+        connection.execute(
+            f"INSERT INTO {name}.outbox (entry_key, topic, content_type, body, due_at_ms,"
+            f" staged_at_ms, last_error) SELECT '', '', '', '', 1, 1, {text}"
+            " FROM generate_series(1, 48000) AS n"
+        )
+        migrated(f"{url}?schema={name}")
+        store = postgres_store(f"{url}?schema={name}", is_async=False)
+        found = [item for item in run_sync(store.diagnose()) if "is missing" in item.text]
+        run_sync(store.close())
+        assert sorted(item.text.split()[2] for item in found) == ["keys_claimed", "outbox_dead"]
+        for item in found:
+            for statement in item.mend.split("; "):
+                connection.execute(statement)
+        connection.execute("DROP SCHEMA IF EXISTS fresh CASCADE")
+        migrated(f"{url}?schema=fresh")
+        same = "SELECT replace(indexdef, schemaname, '') FROM pg_indexes WHERE schemaname = %s"
+        built = [sorted(connection.execute(same, (each,)).fetchall()) for each in (name, "fresh")]
+        assert built[0] == built[1]
+        for each in (name, "fresh"):
+            connection.execute(f"DROP SCHEMA {each} CASCADE")
 
 
 def test_a_missing_schema_is_found(sound_server):

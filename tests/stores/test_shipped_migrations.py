@@ -20,9 +20,9 @@ SHIPPED = {
         (5, "open_tries", "9d0ea6c4cf5277bc", 1),
         (6, "renewals", "353c601750674069", 1),
         (7, "endings", "ab2fbecdfd8f5481", 1),
-        (8, "operators", "308b70c0035345ed", 1),
+        (8, "operators", "5260cec803e6eaf6", 1),
         (9, "views", "afbbe78ab60e3cc2", 1),
-        (10, "dead_entries", "5c9ee88f9970152f", 1),
+        (10, "dead_entries", "279bcc58dff826bd", 1),
     ],
     "sqlite": [
         (1, "initial", "3df313ba5777f85e", 1),

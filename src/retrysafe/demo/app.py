@@ -19,6 +19,7 @@ from typing import Annotated, Any, Final, Literal
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
@@ -28,6 +29,7 @@ from retrysafe.dashboard import Dashboard
 from retrysafe.demo.ledger import Entry, Ledger
 from retrysafe.demo.playground import add_playground, restart_if_asked
 from retrysafe.http import AtomicAttempt, bearer_token
+from retrysafe.observe.prometheus import PrometheusMetrics
 from retrysafe.relay import AsyncRelay, Delivery, RelayPolicy
 from retrysafe.stores import open_store
 
@@ -47,12 +49,13 @@ def make_app(url: str, ledger: Ledger, dashboard_token: str | None = None) -> Fa
     policy = Policy(lease=LEASE, wait_limit=timedelta(seconds=60))
     # Everybody may look, because the demo listens on the loopback interface alone.
     dashboard = Dashboard(url, token=dashboard_token, show_bodies=True, is_open_on_loopback=True)
+    metrics = PrometheusMetrics(CollectorRegistry())
     idempotency = AsyncIdempotency(
         store,
         policy=policy,
         fingerprint=SIMULATED,
         secret=SECRET,
-        observers=[dashboard.observer],
+        observers=[dashboard.observer, metrics],
     )
     every = RelayPolicy(lease=LEASE, timeout=LEASE, poll=timedelta(milliseconds=200))
     relay = AsyncRelay(store, send_receipts(ledger), policy=every)
@@ -85,11 +88,20 @@ def make_app(url: str, ledger: Ledger, dashboard_token: str | None = None) -> Fa
     add_lists(app, ledger, "/effects", "")
     for operation in ("charge", "order", "checkout"):
         add_lists(app, ledger, f"/{operation}s", operation)
+    add_metrics(app, metrics)
     app.mount("/retrysafe", dashboard.asgi)
     add_playground(app)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, refused)
     return app
+
+
+def add_metrics(app: FastAPI, metrics: PrometheusMetrics) -> None:
+    """What Prometheus scrapes."""
+
+    @app.get("/metrics", include_in_schema=False)
+    def scrape() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def add_charges(app: FastAPI, ledger: Ledger) -> None:

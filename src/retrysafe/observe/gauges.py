@@ -80,6 +80,8 @@ class StoreGauges:
                 rate = self._rate.per_second(self._monotonic(), size.keys_inserted)
                 if rate is not None:
                     self._rows_projected = projected(rate, self._watched.policy)
+        elif self._size is None:
+            self._asked = None  # Nobody could tell yet; the next scrape asks again.
         self._is_answered = True
         self._told.set()
 

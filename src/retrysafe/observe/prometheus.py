@@ -139,13 +139,12 @@ class PrometheusMetrics:
             self._swept_at.set(time.time())
 
     def _answered(self, event: Event) -> None:
-        call, operation = event.call, event.operation
+        call, operation = event.call, self._named(event.operation)
         self._running.remove(call)
         name = (operation, call.result)
         count = self._call_children.get(name)
         if count is None:
-            labels = (self._named(operation), call.result)
-            count = self._call_children[name] = self._calls.labels(*labels).inc
+            count = self._call_children[name] = self._calls.labels(operation, call.result).inc
         count()
         if call.claim_seconds is not None:
             self._claim_seconds.observe(call.claim_seconds)
@@ -157,7 +156,7 @@ class PrometheusMetrics:
             ended = (operation, call.ending)
             observe = self._operation_children.get(ended)
             if observe is None:
-                child = self._operation_seconds.labels(self._named(operation), call.ending)
+                child = self._operation_seconds.labels(operation, call.ending)
                 observe = self._operation_children[ended] = child.observe
             observe(call.operation_seconds)
 

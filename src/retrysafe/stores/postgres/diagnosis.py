@@ -26,6 +26,12 @@ _SENT_AGAIN_MS: Final = 924_000
 # Network and rounding; nothing is decided by the difference.
 _SKEW_NOTED_MS: Final = 1_000
 
+# Those that no migration builds where the table is large: it would keep writers out.
+_BUILT_LATER: Final = {
+    "keys_claimed": "keys USING brin (claimed_at_ms) WITH (pages_per_range = 64)",
+    "outbox_dead": "outbox (id) WHERE state = 2",
+}
+
 POOLER: Final = Finding(
     "A pooler such as PgBouncer stands in front of the server, and prepared statements are on: in "
     "transaction mode another connection does not know them. Add ?prepared=off to the URL.",
@@ -181,6 +187,25 @@ def table_findings(rows: Sequence[Sequence[Any]]) -> list[Finding]:
                     mend=f"ALTER TABLE {name} RESET (autovacuum_enabled);",
                 )
             )
+    return found
+
+
+def index_findings(existing: set[str], schema: str) -> list[Finding]:
+    """Which indexes are still to be built, beside the work; only worth knowing."""
+    found = []
+    for name in _BUILT_LATER.keys() - existing:
+        table, _, rest = _BUILT_LATER[name].partition(" ")
+        drop = f"DROP INDEX IF EXISTS {schema}.{name};"
+        build = f"CREATE INDEX CONCURRENTLY {name} ON {schema}.{table} {rest};"
+        found.append(
+            Finding(
+                f"The index {name} is missing: the table {schema}.{table} was too large to be "
+                "locked by a migration, and operators' lists and counts read all of it. Run, "
+                f"outside of a transaction: {build}",
+                is_problem=False,
+                mend=f"{drop} {build}",
+            )
+        )
     return found
 
 

@@ -358,6 +358,8 @@ class PostgresStore:
         fetch = self._statements.fetch
         options = await fetch("read_table_options", self.schema_name)
         checkup.add("tables and autovacuum", diagnosis.table_findings(options))
+        indexes = {row[0] for row in await fetch("read_indexes", self.schema_name)}
+        checkup.add("indexes", diagnosis.index_findings(indexes, self.schema_name))
         existing = {row[0] for row in await fetch("list_partitions")}
         checkup.add("partitions", diagnosis.partition_findings(existing, now_ms))
 

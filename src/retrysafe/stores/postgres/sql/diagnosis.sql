@@ -28,6 +28,14 @@ SELECT
      WHERE coalesce(state, 'streaming') <> 'backup'),
     current_setting('synchronous_standby_names'), current_setting('synchronous_commit');
 
+-- name: read_indexes
+-- The indexes of the schema that statements can use.
+SELECT c.relname::text
+FROM pg_catalog.pg_index AS i
+JOIN pg_catalog.pg_class AS c ON c.oid = i.indexrelid
+JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
+WHERE n.nspname = $1 AND i.indisvalid;
+
 -- name: read_table_options
 -- Which of the schema's tables would be emptied by a crash, or are never vacuumed.
 SELECT
