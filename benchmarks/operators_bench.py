@@ -6,10 +6,14 @@ long the program takes to start alone is the first row.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psycopg
 
@@ -74,6 +78,19 @@ def fill(url: str, keys: int) -> None:
         connection.execute("VACUUM ANALYZE retrysafe.keys")
 
 
+def cpu_of(postmaster: int) -> float:
+    """The CPU seconds of this process's ended children, and of a server with all of its own."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = 0
+    children = Path(f"/proc/{postmaster}/task/{postmaster}/children").read_text().split()
+    for pid in (str(postmaster), *children):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            # Its own time, and that of those that it has waited for.
+            total += sum(int(fields[at]) for at in (11, 12, 13, 14))
+    return usage.ru_utime + usage.ru_stime + total / os.sysconf("SC_CLK_TCK")
+
+
 def seconds_of(*arguments: str) -> float:
     """How long a command takes, as people wait for it."""
     started = time.monotonic()
@@ -95,6 +112,8 @@ def run(is_quick: bool) -> Report:
     keys = QUICK_KEYS if is_quick else KEYS
     rounds = 1 if is_quick else ROUNDS
     report = Report(f"Commands on {keys:,} keys in PostgreSQL ({machine()})", "one second")
+    # On a machine that has more to do than it can, the start alone takes longer than a second.
+    is_idle = os.getloadavg()[0] < (os.cpu_count() or 1)
     with PostgresServer(settings=SETTINGS) as server:
         url = f"{server.url()}?schema=retrysafe"
         migrate(url)
@@ -103,9 +122,13 @@ def run(is_quick: bool) -> Report:
         report.rows.append(Row(START, 1 / start, start, note="seconds in the column of ratios"))
         for name, arguments in COMMANDS.items():
             progress(name)
+            assert server.process is not None
+            before = cpu_of(server.process.pid)
             found = [seconds_of(*arguments, "--store", url, "--json") for _ in range(rounds)]
+            cpu = (cpu_of(server.process.pid) - before) / rounds
             took = statistics.median(found)
             target = None if name in WALKS else TARGET_SECONDS
-            note = f"{max(0.0, took - start):.2f} s beyond the start of the program"
-            report.rows.append(Row(name, 1 / took, took, target, note, is_ceiling=True))
+            note = f"{cpu:.2f} s of CPU, of the program and the server together"
+            row = Row(name, 1 / took, took, target, note, is_ceiling=True, is_as_asked=is_idle)
+            report.rows.append(row)
     return report

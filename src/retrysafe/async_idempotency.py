@@ -20,7 +20,13 @@ from retrysafe.core.keys.key import Key
 from retrysafe.core.model import OperatorCommand, StoredKey, SweepReport
 from retrysafe.core.policy import Policy
 from retrysafe.core.ports import Store
-from retrysafe.core.settings import CallerSource, SecretSource, Settings, environment_secret
+from retrysafe.core.settings import (
+    CHECK_KEY,
+    CallerSource,
+    SecretSource,
+    Settings,
+    environment_secret,
+)
 from retrysafe.observe.observers import checked_observers, reporter, watch_all
 from retrysafe.runtime.async_calls import AsyncCalls
 from retrysafe.runtime.atomic import AsyncAtomicContext, new_entry, with_connection
@@ -320,6 +326,14 @@ class AsyncIdempotency:
         return await self._calls.stage(connection, entry)
 
     # Looking after the store.
+
+    async def check(self) -> None:
+        """Raises what would fail at the first call: no driver, no database, an old schema.
+
+        Call it at the start of a process. Raises a `StoreError` that says what to do;
+        `StoreUnavailable` when a later try may help.
+        """
+        await self._calls.read(CHECK_KEY, with_audit=False)
 
     async def read(
         self, key: str | Key, *, caller: CallerSource | None = None, with_audit: bool = True

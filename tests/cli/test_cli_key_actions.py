@@ -135,6 +135,23 @@ def test_a_success_since_the_look_is_never_expired(
     assert desk.condition(rival) == Condition.SUCCEEDED
 
 
+def test_what_was_not_searched_is_told(invoke, failures, monkeypatch):
+    """After an incident there may be more pending keys than one search gives."""
+    from retrysafe.stores.sqlite import SqliteStore
+
+    plain = SqliteStore.list_records
+
+    async def partly(self, query):
+        page = await plain(self, query)
+        page.unsearched = "pending keys beyond the first 10,000"
+        return page
+
+    monkeypatch.setattr(SqliteStore, "list_records", partly)
+    command = release(failures, "--condition", "failed", "--dry-run")
+    assert "not searched: pending keys beyond" in invoke(*command).stderr
+    assert invoke(*command, "--json").json["not_searched"] == "pending keys beyond the first 10,000"
+
+
 def test_people_are_told_how_many_were_changed(invoke, failures):
     """One line at the end."""
     outcome = invoke(*release(failures, "--condition", "failed", "--yes", "--reason", "x"))
@@ -201,3 +218,32 @@ def test_a_command_takes_every_condition_that_it_applies_to(invoke, failures):
         for command in (OperatorCommand.RELEASE, OperatorCommand.EXPIRE)
     }
     assert dry == {"release": 6, "expire": 6}
+
+
+def test_never_more_than_somebody_agreed_to(invoke, failures, monkeypatch):
+    """A key that matches only after the count was shown is left to another command."""
+    from retrysafe.cli import key_actions
+
+    change_all = key_actions._change_all
+
+    def later(*args):
+        failures.put("k9", SettleKind.FAIL, operation="refund")
+        change_all(*args)
+
+    monkeypatch.setattr(key_actions, "_change_all", later)
+    arguments = ("--operation", "refund", "--yes", "--json", "--reason", "x")
+    document = invoke(*release(failures, *arguments)).json
+    assert (document["matched"], document["changed"]) == (2, 2)
+    left = [desk for desk in ("k3", "k4", "k9") if failures.condition(desk) is Condition.FAILED]
+    assert len(left) == 1
+
+
+def test_a_long_audit_is_searched_within_its_time(invoke, failures, monkeypatch):
+    """What stands is shown all the same, with a word about what was not searched."""
+    monkeypatch.setattr("retrysafe.stores.sqlite.audit._OUTCOMES_PER_LOOK", 1)
+    show = ("keys", "show", "k0", "--caller", "acme", "--store", failures.url)
+    document = invoke(*show, "--within", "0.0000001", "--json").json
+    assert [item["is_replayed"] for item in document["outcomes"]] == [True]
+    assert document["not_searched"] == "the oldest outcomes, about 6 of them"
+    assert "search longer with --within" in invoke(*show, "--within", "0.0000001").stderr
+    assert invoke(*show, "--within", "0", "--json").json["not_searched"] is None

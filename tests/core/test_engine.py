@@ -219,6 +219,18 @@ def test_a_record_of_an_earlier_rule_is_still_compared():
         world.first.answer(call(new, OTHER_MARK))
 
 
+@pytest.mark.parametrize("policy", [Policy(), WAITING], ids=["refused", "would wait"])
+def test_a_call_inside_of_its_own_operation_is_told_so_at_once(policy):
+    """It would wait for itself."""
+    process = World().first
+
+    async def operation(attempt):
+        return await process.engine.answer(call(policy=policy), process.returning(8))
+
+    with pytest.raises(OperationInFlight, match="this call is inside of it"):
+        process.answer(call(), process.operating(operation))
+
+
 def test_a_running_operation_of_another_process_is_told_with_the_time_left():
     """When to ask again comes from the time since the claim, which the record holds."""
     world = World()

@@ -42,6 +42,12 @@ def test_a_step_is_missed_until_it_is_awaited(asked):
     assert asked.not_begun == {}
 
 
+def test_a_step_that_is_used_as_its_result_says_what_is_missing(asked):
+    with pytest.raises(AwaitForgotten, match=r"'charge' was not awaited.*'async def'"):
+        list(asked.step)
+    assert asked.ran == []
+
+
 def test_a_step_is_missed_until_a_task_sends_to_it(asked):
     """A task does not await its coroutine: it sends to it."""
     assert Flow(asked.step).step().value == "done"

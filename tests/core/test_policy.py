@@ -86,10 +86,10 @@ class BothDeclinedAndOutage(TryAgainDeclined, CardExpired):
         ({"unlisted": 4}, ["unlisted", "Ending.RELEASED", "4"]),
         ({"unlisted": State.RELEASED}, ["unlisted", "Ending.RELEASED"]),
         ({"terminal": (KeyboardInterrupt,)}, ["terminal", "KeyboardInterrupt", "cancellation"]),
-        ({"retryable": (BaseException,)}, ["retryable", "subclasses of Exception"]),
+        ({"retryable": (BaseException,)}, ["retryable", "classes of exceptions"]),
         ({"terminal": ("ValueError",)}, ["terminal", "'ValueError'"]),
-        ({"terminal": "ValueError"}, ["terminal", "subclasses of Exception"]),
-        ({"terminal": None}, ["terminal", "subclasses of Exception", "None"]),
+        ({"terminal": "ValueError"}, ["terminal", "classes of exceptions"]),
+        ({"terminal": None}, ["terminal", "classes of exceptions", "None"]),
         ({"terminal": (Outage,), "retryable": (Outage,)}, ["Outage", "both"]),
     ],
 )

@@ -316,6 +316,25 @@ async def test_no_client_can_pretend_to_be_resumed():
 
 
 @on_a_loop
+@pytest.mark.parametrize("other", [[], [Rule(path="/charges", name="other")]])
+async def test_a_request_whose_rule_has_moved_runs_neither_without_a_claim_nor_under_another(
+    other, caplog
+):
+    """A deploy has given its name to another path: each attempt would have run it once more."""
+    shop = Shop(Rule(path="/charges", name="charge", resumable=True))
+    await shop.die()
+    shop.options["caller"] = lambda request: "anybody"
+    moved = Rule(path="/v2/charges", name="charge", resumable=True)
+    idem = AsyncIdempotency(shop.store, policy=POLICY, cache=False)
+    app = IdempotencyMiddleware(shop.endpoint, idem, rules=[moved, *other], **shop.options)
+    with caplog.at_level(logging.WARNING, "retrysafe"):
+        report = (await idem.worker(WORKER, app=app).run_once())["recovery"]
+    await idem.close()
+    assert (report.failed, len(shop.seen)) == (1, 1)
+    assert "Keep a rule of that name for the path" in caplog.text
+
+
+@on_a_loop
 async def test_a_worker_without_an_application_claims_nothing():
     """It reports the key, and uses up no attempt."""
     shop = Shop()
@@ -405,3 +424,149 @@ async def test_a_mounted_application_is_reached_by_its_whole_path():
     shop.clock.advance(LEASE)
     assert (await shop.work()).resumed == 1
     assert shop.seen[1]["path"] == "/api/charges"
+
+
+@on_a_loop
+async def test_what_stands_around_the_protection_may_fail_after_the_response(caplog):
+    """The response is the outcome; that nobody could be sent it is told."""
+    shop = Shop()
+    await shop.die()
+
+    def clumsy(app):
+        async def failing(scope, receive, send):
+            await app(scope, receive, send)
+            raise RuntimeError("late")
+
+        return failing
+
+    with caplog.at_level(logging.WARNING, "retrysafe"):
+        assert (await shop.work(clumsy)).resumed == 1
+    assert "failed after its response" in caplog.text
+
+
+@on_a_loop
+async def test_what_the_application_raises_is_judged_by_its_policy():
+    """As in any run: a terminal error is stored, and the next one finds it."""
+    policy = POLICY.with_changes(terminal=(KeyError,))
+    shop = Shop(Rule(path="/charges", resumable=True, policy=policy))
+    await shop.die()
+    shop.endings.append(KeyError("no such customer"))
+    assert (await shop.work()).failed == 1
+    app, _ = shop.process()
+    assert (await ask(app)).problem == "operation-failed"
+    assert len(shop.seen) == 2
+
+
+@on_a_loop
+async def test_a_worker_that_gives_up_ends_the_run_and_leaves_the_key_to_its_lease():
+    """Its next attempt is another worker's."""
+    shop = Shop()
+    await shop.die()
+    inside, plain = asyncio.Event(), shop.endpoint
+    cancelled = []
+
+    async def endless(scope, receive, send):
+        inside.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(scope["path"])
+            raise
+
+    shop.endpoint = endless
+    app, idem = shop.process()
+    working = asyncio.create_task(idem.worker(WORKER, app=app).run())
+    await inside.wait()
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    assert cancelled == ["/charges"]
+    shop.clock.advance(LEASE)
+    shop.endpoint = plain
+    assert (await shop.work()).resumed == 1
+    assert len(shop.effects) == 1
+
+
+@on_a_loop
+async def test_a_resumed_response_past_its_limits_is_done_and_ends():
+    """It has no reader, and might go on for ever."""
+    policy = POLICY.with_changes(outcome_limit_bytes=100)
+    shop = Shop(Rule(path="/charges", resumable=True, policy=policy))
+    await shop.die()
+    ended = []
+
+    async def endless(scope, receive, send):
+        await scope["state"]["idempotency"].step("charge", shop.charge, "")
+        await send({"type": "http.response.start", "status": 201, "headers": []})
+        try:
+            while True:
+                await send({"type": "http.response.body", "body": b"x" * 50, "more_body": True})
+        finally:
+            ended.append(scope["path"])
+
+    shop.endpoint = endless
+    assert (await shop.work()).resumed == 1
+    assert ended == ["/charges"]
+    app, _ = shop.process()
+    assert (await ask(app)).problem == "outcome-unavailable"
+
+
+@on_a_loop
+async def test_a_time_limit_around_the_protection_does_not_cut_the_run_off():
+    """As with a client that has gone: else what takes longer would never be finished."""
+    shop = Shop()
+    await shop.die()
+    has_given_up, plain = asyncio.Event(), shop.endpoint
+
+    async def slow(scope, receive, send):
+        await has_given_up.wait()
+        await plain(scope, receive, send)
+
+    def impatient(app):
+        async def limited(scope, receive, send):
+            try:
+                async with asyncio.timeout(0):
+                    await app(scope, receive, send)
+            except TimeoutError:
+                await send({"type": "http.response.start", "status": 504, "headers": []})
+                await send({"type": "http.response.body", "body": b""})
+                has_given_up.set()
+
+        return limited
+
+    shop.endpoint = slow
+    assert (await shop.work(impatient)).resumed == 1
+    app, _ = shop.process()
+    assert (await ask(app)).is_replay
+
+
+@on_a_loop
+async def test_a_run_that_is_cut_off_has_no_ending_whatever_its_policy_says():
+    """Nobody knows how far it got: only its lease frees the key."""
+    policy = POLICY.with_changes(unlisted=Ending.FAILED)
+    shop = Shop(Rule(path="/charges", resumable=True, policy=policy))
+    await shop.die()
+    shop.endings.append(asyncio.CancelledError())
+    assert (await shop.work()).failed == 1
+    shop.clock.advance(LEASE)
+    assert (await shop.work()).resumed == 1
+    assert len(shop.effects) == 1
+
+
+@on_a_loop
+async def test_a_worker_keeps_nothing_of_a_response_that_does_not_end():
+    """It is done, and nobody reads it: neither its body nor its run stays in memory."""
+    shop = Shop()
+    await shop.die()
+
+    async def streaming(scope, receive, send):
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while True:
+            await send({"type": "http.response.body", "body": b"data", "more_body": True})
+
+    shop.endpoint = streaming
+    app, idem = shop.process()
+    await idem.worker(WORKER, app=app).run_once()
+    await idem.close()
+    assert not app._runs

@@ -199,6 +199,20 @@ def test_what_stands_around_the_protection_may_fail_after_the_response(caplog):
     assert "failed after its response" in caplog.text
 
 
+@pytest.mark.parametrize("other", [[], [Rule(path="/charges", name="other")]])
+def test_a_request_whose_rule_has_moved_runs_neither_without_a_claim_nor_under_another(other):
+    """A deploy has given its name to another path: each attempt would have run it once more."""
+    shop = Shop(name="charge")
+    shop.die()
+    moved = Rule(path="/v2/charges", name="charge", resumable=True)
+    idem = shop.idem()
+    app = WSGIIdempotencyMiddleware(
+        shop.plain, idem, caller=lambda request: "anybody", rules=[moved, *other]
+    )
+    report = idem.worker(WORKER, app=app).run_once()["recovery"]
+    assert (report.failed, len(shop.seen)) == (1, 1)
+
+
 def test_what_the_application_raises_is_judged_by_its_policy():
     """As in any run: a terminal error is stored, and the next one finds it."""
     shop = Shop(policy=POLICY.with_changes(terminal=(KeyError,)))
@@ -297,3 +311,24 @@ def test_a_view_cannot_answer_before_it_has_run():
     """Refused at set-up, with what can."""
     with pytest.raises(PolicyInvalid, match="WSGIIdempotencyMiddleware"):
         FlaskShop(resumable=Resumable(accepts=True)).process()
+
+
+def test_a_resumed_response_past_its_limits_is_done_and_ends():
+    """It has no reader, and might go on for ever."""
+    shop = Shop(policy=POLICY.with_changes(outcome_limit_bytes=100))
+    shop.die()
+    ended = []
+
+    def endless(environ, start_response):
+        current_attempt().step("charge", shop.charge, "")
+        start_response("201 Made", [])
+        try:
+            while True:
+                yield b"x" * 50
+        finally:
+            ended.append(environ["PATH_INFO"])
+
+    shop.plain = endless
+    assert shop.work().resumed == 1
+    assert ended == ["/charges"]
+    assert ask_wsgi(shop.process()[0]).problem == "outcome-unavailable"

@@ -24,7 +24,7 @@ from retrysafe.observe.gauges import CACHED_SECONDS, LOST_SECONDS, StoreGauges
 from retrysafe.observe.prometheus import PrometheusMetrics
 from retrysafe.observe.quantiles import quantile
 from retrysafe.observe.running import PLACES, RunningSet
-from retrysafe.observe.tallies import BATCH, OPERATIONS_LIMIT, OperationNames, OwnTally
+from retrysafe.observe.tallies import BATCH, OPERATIONS_LIMIT, OperationNames, OwnTally, SharedTally
 from retrysafe.observe.windows import WINDOW_SECONDS, DedupWindow, KeyRate
 from retrysafe.stores import MemoryStore, open_store
 
@@ -219,14 +219,28 @@ def test_a_store_is_asked_at_most_every_15_seconds(monkeypatch):
 
 
 def test_operations_past_the_limit_share_a_label():
-    metrics = PrometheusMetrics(CollectorRegistry())
+    """Nor is anything else kept of those beyond, however the calls are counted."""
+    registry, names = CollectorRegistry(), OperationNames()
+    own, shared = OwnTally(names), SharedTally(names, registry)
     for number in range(OPERATIONS_LIMIT + 5):
         progress = Progress(float)
+        progress.note(EventKind.CLAIMED)
+        progress.note(EventKind.COMPLETED)
         progress.end(None)
-        key = Key("k", caller="c")
-        metrics(Event(EventKind.ANSWERED, key, f"op-{number}", call=progress))
-    found = scrape(metrics)
-    assert found["retrysafe_calls_total,operation=(other),result=executed"] == 5
+        for tally in (own, shared):
+            tally.add(f"op-{number}", progress)
+    for found in (own.collect(), registry.collect()):
+        (others,) = [
+            sample.value
+            for metric in found
+            for sample in metric.samples
+            if sample.name == "retrysafe_calls_total" and sample.labels["operation"] == "(other)"
+        ]
+        assert others == 5
+    histograms = [key for key in own._seconds if key[0] == 0]
+    for kept in (own._calls, histograms, shared._count, shared._observe):
+        assert len(kept) == OPERATIONS_LIMIT + 1
+    assert shared.collect() == ()
 
 
 def ended(seconds: float = 0.0) -> Progress:

@@ -1,4 +1,4 @@
-"""Migrations, partitions and the view on the oldest server: the same tests once more.
+"""Migrations, partitions, lists and the view on the oldest server: the same tests once more.
 
 The rest of this folder tests the library's own decisions, and the store suite runs on both servers.
 """
@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.postgres import test_postgres_migrations, test_postgres_partitions, test_postgres_view
+from tests.postgres import (
+    test_postgres_listing,
+    test_postgres_migrations,
+    test_postgres_partitions,
+    test_postgres_view,
+)
 from tests.servers.fixtures import again
 
 # The races of the store suite meet this server in every run.
@@ -15,6 +20,7 @@ pytestmark = pytest.mark.long
 
 globals().update(
     again(
+        test_postgres_listing,
         test_postgres_migrations,
         test_postgres_partitions,
         test_postgres_view,

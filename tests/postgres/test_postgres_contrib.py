@@ -212,6 +212,18 @@ def test_alembic_takes_over_a_schema_that_is_there(project, url):
     assert pending(url) == []
 
 
+def test_one_line_brings_all_versions(project, tmp_path, url, name):
+    """Also to a history that has some already; a later release needs the same line again."""
+    for file in (tmp_path / "versions").glob("*.py"):
+        file.unlink()
+    text = REVISION.replace("version={version}, ", "")
+    for number, down in ((1, None), (2, "r1")):
+        revision = text.format(revision=f"r{number}", down=repr(down), schema=name)
+        (tmp_path / "versions" / f"r{number}.py").write_text(revision)
+    command.upgrade(project, "head")
+    assert pending(url) == []
+
+
 def test_alembic_takes_back_a_revision_that_fails(project, url, name, connection_to):
     """A migration is part of the revision's transaction, whatever the driver sends it by."""
     with connection_to.transaction():

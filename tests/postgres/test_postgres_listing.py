@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 
 from retrysafe.core.listing import RecordQuery
@@ -37,7 +39,7 @@ def test_a_list_reads_by_the_index_of_claims(desk):
     desk.fill(3000)
     desk.sql("VACUUM ANALYZE {schema}.keys")
     statement = schema.statements(desk.schema)["list_claimed"]
-    values = ["NULL", "''", "'{{}}'", "5", "NULL", "10", "20", "''", "30"]
+    values = ["NULL", "''", "'{}'", "5", "NULL", "10", "20", "''", "30"]
     for number, value in reversed(list(enumerate(values, 1))):
         statement = statement.replace(f"${number}", value)
     desk.sql("SET enable_seqscan = off")
@@ -146,3 +148,12 @@ def test_an_action_and_its_change_are_one_transaction(desk):
     desk.advance(1)
     desk.sweep()
     assert desk.sql("SELECT count(*) FROM {schema}.operator_actions") == [(0,)]
+
+
+def test_a_claim_that_was_committed_late_is_found(desk):
+    """Its instant is before the beginning of the walk, which did not see it yet."""
+    run_sync(desk.store.list_abandoned(10))
+    desk.clock.jump_back(timedelta(seconds=5))
+    desk.hold(key_of("late"))
+    page = run_sync(desk.store.list_records(RecordQuery(conditions=PENDING)))
+    assert texts(page) == ["late"]

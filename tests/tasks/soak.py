@@ -34,6 +34,8 @@ WORKERS = 3
 TASK_SECONDS = 0.02
 # Longer than a lease, and than a broker keeps a copy back: what would run twice has run by then.
 QUIET_SECONDS = 6.0
+# After that long without an effect, nobody has the missing ones any more.
+LOST_SECONDS = 20.0
 # Who has not begun has nothing to lose.
 LEAST_LIFE_SECONDS = 2.5
 # Messages ahead of the workers, so that whoever is killed has work.
@@ -190,7 +192,7 @@ class Soak:
                 lost = names - counted.keys()
                 if not lost:
                     return
-                if self.framework.loses_messages:
+                if self.framework.loses_messages and now - quiet_since > LOST_SECONDS:
                     self.sent_again += len(lost)
                     self.messages += sorted(lost)
                     quiet_since = now

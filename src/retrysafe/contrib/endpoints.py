@@ -7,6 +7,7 @@ integration tells where its endpoints are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -16,7 +17,7 @@ from retrysafe.async_idempotency import AsyncIdempotency
 from retrysafe.core.atomic.run import AtomicAttempt
 from retrysafe.core.attempt import Attempt
 from retrysafe.core.keys.key import GlobalCaller
-from retrysafe.errors import InvalidInput
+from retrysafe.errors import InvalidInput, StoreUnavailable
 from retrysafe.http import resumers
 from retrysafe.http.asgi import IdempotencyMiddleware
 from retrysafe.http.asgi_io import exact_path, is_below, is_protected
@@ -40,6 +41,7 @@ from retrysafe.http.routes import (
 from retrysafe.http.rules import Rule
 from retrysafe.runtime.calls import calls_of
 
+_logger: Final = logging.getLogger("retrysafe")
 # Where the attempt is in the request's state, for endpoints.
 STATE_NAME: Final = "idempotency"
 
@@ -229,9 +231,17 @@ class Endpoints:
         )
         await self._pages.show_page(path, request, prefix, send)
 
-    def start(self) -> None:
-        """Takes requests, also when an earlier start of the application has ended."""
+    async def start(self) -> None:
+        """Takes requests, also when an earlier start of the application has ended.
+
+        Raises a `StoreError` that every request would meet: no database, no current schema. A store
+        that is away at the moment is no reason not to start.
+        """
         self.calls.reopen()
+        try:
+            await self.idempotency.check()
+        except StoreUnavailable as error:
+            _logger.warning("the store does not answer at the start: %s", error)
 
     async def close(self) -> None:
         """Waits for running requests and closes the `AsyncIdempotency`."""

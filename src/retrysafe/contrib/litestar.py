@@ -203,7 +203,7 @@ class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
     async def lifespan(self, app: Litestar) -> AsyncIterator[None]:
         """Closes the `AsyncIdempotency` at the end, after waiting for running requests."""
         running_loop()
-        self.start()
+        await self.start()
         try:
             yield
         finally:

@@ -117,7 +117,7 @@ class Retrysafe(Endpoints):
         endpoint's rule; at the end it waits for running requests and closes the `AsyncIdempotency`.
         """
         running_loop()
-        self.start()
+        await self.start()
         if self._app is None:
             self.install(app)
         self.refresh()

@@ -24,7 +24,6 @@ from retrysafe.core.ports import Ports
 from retrysafe.core.replay import gone, in_flight, replayed_value, reused
 from retrysafe.core.retries import Retries
 from retrysafe.core.run import Runner
-from retrysafe.core.run_times import MINIMUM_SECONDS
 from retrysafe.core.settings import Settings
 from retrysafe.core.settle import Settler
 from retrysafe.errors import (
@@ -63,6 +62,7 @@ class Engine:
         self._monotonic = ports.clock.monotonic
         self._lock = ports.lock
         self._who = ports.executor.who
+        self._current = ports.executor.current
         self._mint_token = ports.mint_token
         self._report = ports.report
         self._owner = ports.owner
@@ -358,7 +358,11 @@ class Engine:
             phase = flight.phase
             if phase is not Phase.CLAIMING and phase is not Phase.LANDED:
                 self._check_same(call, flight, "process")
-                if wait_until is None or not (call.waiters is None or call.waiters.enter(waiter)):
+                if (
+                    wait_until is None
+                    or self._is_inside(call)
+                    or not (call.waiters is None or call.waiters.enter(waiter))
+                ):
                     raise self._in_flight(call, flight, "process")
             if phase is Phase.LANDED:
                 return self._disembark(flight, call, wait_until)
@@ -386,9 +390,8 @@ class Engine:
 
     def _patience(self, wait_until: float | None) -> float:
         """How long a follower waits for news before it looks by itself."""
-        if wait_until is None:
-            return POLL_MAXIMUM_SECONDS
-        return min(POLL_MAXIMUM_SECONDS, max(0.0, wait_until - self._monotonic()))
+        left = POLL_MAXIMUM_SECONDS if wait_until is None else wait_until - self._monotonic()
+        return min(POLL_MAXIMUM_SECONDS, max(0.0, left))
 
     def _disembark(
         self, flight: Flight, call: Call, wait_until: float | None
@@ -439,20 +442,19 @@ class Engine:
         error.is_known_here = source == "process"
         return error
 
+    def _is_inside(self, call: Call) -> bool:
+        """Whether the caller is the very operation that it would wait for."""
+        key = getattr(self._current(), "key", None)
+        return key is not None and key.digest == call.key.digest
+
     def _in_flight(
         self, call: Call, flight: Flight, source: str, *, has_waited: bool = False
     ) -> OperationInFlight:
-        now = self._monotonic()
-        left, lease = flight.seconds_left(now), ""
-        has_lease = not (flight.is_atomic or flight.is_locked)
-        if flight.is_atomic and flight.conflict_ends_monotonic is not None:
-            # A run elsewhere, of which the leader was told when to ask again.
-            seconds = max(MINIMUM_SECONDS, left)
-        else:
-            if has_lease:
-                lease = f"; its lease ends in {left:.1f} s unless it is renewed"
-            seconds = self._run_times.retry_after(
-                call.operation, flight.seconds_run(now), left if has_lease else None
+        seconds, lease = flight.next_try(self._monotonic(), call.operation, self._run_times)
+        if self._is_inside(call):
+            lease = (
+                ": this call is inside of it. Give it a key of its own, such as "
+                "current_attempt().child_key('part')"
             )
         kind = EventKind.WAIT_TIMED_OUT if has_waited else EventKind.IN_FLIGHT
         self._report(kind, call, source=source)

@@ -15,6 +15,7 @@ from retrysafe.core.lease import Lease
 from retrysafe.core.machine import is_comparable
 from retrysafe.core.model import Fingerprint, Payload, plain_members
 from retrysafe.core.ports import Lock, Signal
+from retrysafe.core.run_times import MINIMUM_SECONDS, RunTimes
 
 
 @plain_members
@@ -102,6 +103,18 @@ class Flight:
         if self.conflict_ends_monotonic is not None:
             return max(0.0, self.conflict_ends_monotonic - monotonic)
         return 0.0
+
+    def next_try(self, monotonic: float, operation: str, run_times: RunTimes) -> tuple[float, str]:
+        """In how many seconds a refused call should come back, and what is known of the lease."""
+        left = self.seconds_left(monotonic)
+        if self.is_atomic and self.conflict_ends_monotonic is not None:
+            # A run elsewhere, of which the leader was told when to ask again.
+            return max(MINIMUM_SECONDS, left), ""
+        elapsed = self.seconds_run(monotonic)
+        if self.is_atomic or self.is_locked:
+            return run_times.retry_after(operation, elapsed, None), ""
+        lease = f"; its lease ends in {left:.1f} s unless it is renewed"
+        return run_times.retry_after(operation, elapsed, left), lease
 
 
 class Requested(Protocol):

@@ -252,15 +252,16 @@ class Policy:
     def _check_exceptions(self) -> None:
         for name in ("terminal", "retryable", "nothing_happened"):
             types = getattr(self, name)
-            if not isinstance(types, Iterable):
+            if isinstance(types, str) or not isinstance(types, Iterable):
                 # One class alone is what people write first; anything else is refused below.
                 types = (types,)
             types = tuple(types)
             for item in types:
                 if not (isinstance(item, type) and issubclass(item, Exception)):
                     raise PolicyInvalid(
-                        f"{name} takes subclasses of Exception, got {item!r}: cancellation and "
-                        "process exit are never an outcome"
+                        f"{name} takes classes of exceptions, such as {name}=(ValueError,), got "
+                        f"{item!r}: no texts, and no cancellation or process exit, which are never "
+                        "an outcome"
                     )
             object.__setattr__(self, name, types)
         for item in self.nothing_happened:

@@ -14,7 +14,7 @@ from typing import Final, Self
 
 from retrysafe.core.callables import shown_in_place
 from retrysafe.core.keys.fingerprint import FingerprintRule
-from retrysafe.core.keys.key import Caller, GlobalCaller, Key, looks_derived
+from retrysafe.core.keys.key import GLOBAL, Caller, GlobalCaller, Key, looks_derived
 from retrysafe.core.keys.secret import NO_SECRETS, Secrets
 from retrysafe.core.model import Fingerprint
 from retrysafe.core.policy import Policy
@@ -101,6 +101,9 @@ class Settings:
             )
         return scoped
 
+
+# A key that nobody uses, read to find out whether the store can be read.
+CHECK_KEY: Final = Key("retrysafe:check", caller=GLOBAL)
 
 # Checks.
 

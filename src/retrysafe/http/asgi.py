@@ -54,7 +54,7 @@ from retrysafe.http.policy_page import PolicyReaders
 from retrysafe.http.protection import STORE_TIMEOUT, Protection
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Response
-from retrysafe.http.resumption import RESUMED_NAME
+from retrysafe.http.resumption import RESUMED_NAME, resumption_in
 from retrysafe.http.routes import Route
 from retrysafe.http.rules import Rule, checked_rules
 from retrysafe.http.unprotected import UnprotectedRuns
@@ -170,6 +170,8 @@ class IdempotencyMiddleware:
             method = method.upper()
         match = self._find(method, inner)
         if match is None:
+            if (resumption := resumption_in(scope)) is not None:
+                resumption.require_rule(whole, method, self.protection.table.routes)
             await self._pass(method, inner, scope, receive, send)
             return
         # What the rule has seen is what the application runs.

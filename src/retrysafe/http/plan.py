@@ -1,6 +1,7 @@
 """What is known of a protected request before its body is read.
 
-Owns the plan that is passed from the checks to the run and on to the answer. It decides nothing.
+Owns the plan that is passed from the checks to the run and on to the answer, and what the client's
+preference comes to on its route. Nothing else is decided here.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from dataclasses import dataclass
 
 from retrysafe.core.keys.key import GlobalCaller
 from retrysafe.core.permits import Permits
-from retrysafe.core.policy import Policy
-from retrysafe.http.headers import Preference
+from retrysafe.core.policy import InFlight, Policy
+from retrysafe.http.headers import NO_PREFERENCE, Preference, parse_prefer
 from retrysafe.http.request import Request
 from retrysafe.http.routes import Route
+from retrysafe.http.rules import responds_async
 
 
 @dataclass(slots=True)
@@ -45,3 +47,20 @@ class Plan:
     def operation(self) -> str:
         """What its record is listed under."""
         return self.route.operations[self.request.method]
+
+
+def granted_preference(route: Route, lines: list[bytes], *, is_on_loop: bool) -> Preference:
+    """What the client asks for, as far as the route gives it."""
+    preference = parse_prefer(lines)
+    if preference is NO_PREFERENCE:
+        return preference
+    rule, wait_seconds = route.rule, preference.wait_seconds
+    # Not to wait is always granted, and so is to wait for less long than the route does by itself.
+    if wait_seconds and route.policy.in_flight is not InFlight.WAIT:
+        may_wait = is_on_loop if rule.wait is None else rule.wait
+        if not may_wait:
+            wait_seconds = None
+    respond_async = preference.respond_async and responds_async(rule)
+    if wait_seconds is None and not respond_async:
+        return NO_PREFERENCE
+    return Preference(wait_seconds, respond_async)

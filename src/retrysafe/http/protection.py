@@ -22,11 +22,7 @@ from retrysafe.core.nested_claims import nested
 from retrysafe.core.permits import Permits
 from retrysafe.core.policy import InFlight, Policy
 from retrysafe.core.settings import Settings
-from retrysafe.errors import (
-    KeyInvalid,
-    PolicyInvalid,
-    StoreUnavailable,
-)
+from retrysafe.errors import KeyInvalid, PolicyInvalid, StoreUnavailable
 from retrysafe.http import problems
 from retrysafe.http.answers import Answers
 from retrysafe.http.breaker import Breaker
@@ -43,25 +39,21 @@ from retrysafe.http.fingerprints import request_fingerprints
 from retrysafe.http.headers import (
     HEADER_LIMIT_BYTES,
     NO_PREFERENCE,
-    Preference,
     length_of,
     parse_key,
-    parse_prefer,
 )
 from retrysafe.http.ignored_keys import IgnoredKeys
 from retrysafe.http.key_sources import made_key, require_own_key
 from retrysafe.http.limits import Limits
 from retrysafe.http.pages import POLICY_PATH, STATUS_PATH, Pages
-from retrysafe.http.plan import Plan
-from retrysafe.http.policy_page import (
-    PolicyReaders,
-)
+from retrysafe.http.plan import Plan, granted_preference
+from retrysafe.http.policy_page import PolicyReaders
 from retrysafe.http.problems import Refusals, problem, problem_of
 from retrysafe.http.request import Request
 from retrysafe.http.responses import NO_STORE, Response, response_of
 from retrysafe.http.resumption import arguments_of
 from retrysafe.http.routes import Match, Route, RouteTable
-from retrysafe.http.rules import Rule, responds_async
+from retrysafe.http.rules import Rule
 from retrysafe.http.unprotected import UnprotectedRuns
 from retrysafe.runtime.async_calls import AsyncCalls
 from retrysafe.runtime.calls import Calls
@@ -202,7 +194,7 @@ class Protection:
         if prefer:
             if sum(map(len, prefer)) > HEADER_LIMIT_BYTES:
                 return self.refusals.problem(problems.HEADER_TOO_LONG, request, prefix, key)
-            preference = _preference(route, prefer, is_on_loop=is_on_loop)
+            preference = granted_preference(route, prefer, is_on_loop=is_on_loop)
             if preference.wait_seconds is not None:
                 policy = self._waiting(policy, preference.wait_seconds)
         waiters = self._task_waiters if is_on_loop else self._thread_waiters
@@ -448,23 +440,6 @@ class Protection:
             raise
         report.end(call)
         return answer
-
-
-def _preference(route: Route, lines: list[bytes], *, is_on_loop: bool) -> Preference:
-    """What the client asks for, as far as the route gives it."""
-    preference = parse_prefer(lines)
-    if preference is NO_PREFERENCE:
-        return preference
-    rule, wait_seconds = route.rule, preference.wait_seconds
-    # Not to wait is always granted, and so is to wait for less long than the route does by itself.
-    if wait_seconds and route.policy.in_flight is not InFlight.WAIT:
-        may_wait = is_on_loop if rule.wait is None else rule.wait
-        if not may_wait:
-            wait_seconds = None
-    respond_async = preference.respond_async and responds_async(rule)
-    if wait_seconds is None and not respond_async:
-        return NO_PREFERENCE
-    return Preference(wait_seconds, respond_async)
 
 
 def _checked_timeout(timeout: object) -> float | None:

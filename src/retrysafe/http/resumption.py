@@ -7,7 +7,7 @@ its scope or environ as an object of this process, which no client can send. How
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from retrysafe.core.attempt import Attempt
@@ -38,7 +38,7 @@ _NO_WAITERS: Final = Permits(0)
 class Resumption:
     """One request that is sent again: its claim, its caller, and what the route answered."""
 
-    __slots__ = ("attempt", "call", "is_taken", "request")
+    __slots__ = ("_misled", "attempt", "call", "is_taken", "request")
 
     def __init__(self, call: Call, request: StoredRequest, attempt: Attempt) -> None:
         self.call = call
@@ -46,6 +46,8 @@ class Resumption:
         self.attempt = attempt
         # Whether a protection has found the route of it, and runs it.
         self.is_taken = False
+        # Why it is not run where it has come to.
+        self._misled: ResumedRequestRefused | None = None
 
     @property
     def caller(self) -> str | GlobalCaller:
@@ -59,15 +61,17 @@ class Resumption:
         prefix: str,
         outcome_of: Callable[[Any], Any],
     ) -> Plan | None:
-        """The plan of the request at its route; None for another route or another request.
+        """The plan of the request at its route; None for another request.
 
         An application may send itself requests, with copies of the scope. The route that serves it
-        says what is kept of it, because two mounts may have routes of one name.
+        says what is kept of it, because two mounts may have routes of one name. Raises
+        `ResumedRequestRefused` at another route, which would run it under another claim.
         """
         call, operation = self.call, route.operations.get(request.method)
-        is_other = operation != call.operation or request.path != self.request.seen_path
-        if self.is_taken or is_other:
+        if self.is_taken or request.path != self.request.seen_path:
             return None
+        if operation != call.operation:
+            raise self._led_astray(f"is served by {operation!r}")
         self.is_taken = True
         call.codec, call.judge, call.outcome_of = route.codec, route.judge, outcome_of
         policy = route.made_policy if self.request.is_made else route.policy
@@ -82,6 +86,24 @@ class Resumption:
             prefix,
             _NO_WAITERS,
         )
+
+    def require_rule(self, path: str, method: str, routes: Iterable[Route]) -> None:
+        """Raises `ResumedRequestRefused` where the rule of the request is, and no longer fits it.
+
+        It is said by a protection that is about to pass the request by: what is inside would run it
+        without a claim, once for each attempt. Another protection may be further inside.
+        """
+        if self.is_taken or path != self.request.seen_path:
+            return
+        if any(route.operations.get(method) == self.call.operation for route in routes):
+            raise self._led_astray("is protected by no rule any more")
+
+    def _led_astray(self, what: str) -> ResumedRequestRefused:
+        self._misled = self._refused(
+            f"was not run, because it is of {self.call.operation!r} and its path {what}. Keep a "
+            "rule of that name for the path until the requests of before the change have ended"
+        )
+        return self._misled
 
     def kept(self, response: Response) -> Response:
         """The response as the outcome of the request; raises `ResumedRequestRefused`.
@@ -98,6 +120,8 @@ class Resumption:
 
     def unserved(self, status: int, error: BaseException | None = None) -> ResumedRequestRefused:
         """The refusal of a request that no protection has run."""
+        if self._misled is not None:
+            return self._misled
         did = f"raised {type(error).__name__}" if error else f"answered {status or 'nothing'}"
         return self._refused(f"did not reach its route: the application {did}. {_WHO_CALLED}")
 

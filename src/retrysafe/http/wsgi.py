@@ -26,6 +26,7 @@ from retrysafe.http.policy_page import PolicyReaders
 from retrysafe.http.protection import Protection
 from retrysafe.http.request import PROTECTED_NAME, Request
 from retrysafe.http.responses import Header, Response
+from retrysafe.http.resumption import resumption_in
 from retrysafe.http.routes import Match
 from retrysafe.http.rules import Rule, checked_rules
 from retrysafe.http.wsgi_run import (
@@ -117,6 +118,9 @@ class WSGIIdempotencyMiddleware:
         self, method: str, path: str, environ: Environ, start_response: StartResponse
     ) -> Iterable[bytes]:
         """A request that no rule protects; a key that comes with it is told of."""
+        if (resumption := resumption_in(environ)) is not None:
+            whole = request_of(environ).path
+            resumption.require_rule(whole, method, self.protection.table.routes)
         keys = keys_in(method, request_of(environ).raw_headers) if _KEY_NAME in environ else []
         is_seen = NOTICED_NAME in environ or self.protection.table.is_covered(method, path)
         # Nor is a request told of that somebody further out runs.

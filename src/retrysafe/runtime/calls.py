@@ -7,8 +7,10 @@ request.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from asyncio import _get_running_loop  # The public one raises where there is none.
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
@@ -49,6 +51,8 @@ from retrysafe.runtime.thread_ports import ThreadClock, thread_ports, thread_wri
 
 T = TypeVar("T")
 C = TypeVar("C")
+
+_logger: Final = logging.getLogger("retrysafe")
 Held_co = TypeVar("Held_co", covariant=True)
 
 
@@ -154,6 +158,8 @@ class Calls:
         self._writer = thread_writer(store)
         self._ports = thread_ports(store, report, self.run_times, self._writer, self._heartbeat)
         self._engine = Engine(self._ports, self.settings)
+        # Whether to look for an event loop that waits for this object; told once.
+        self._looks_for_loop = store.capabilities.waits is Waits.BLOCKING
 
     def after_fork_in_child(self) -> None:
         """Starts afresh: the parent's running operations are the parent's to renew.
@@ -196,6 +202,12 @@ class Calls:
         Raises as `Idempotency.run` does.
         """
         forks.refresh_if_stale()
+        if self._looks_for_loop and _get_running_loop() is not None:
+            self._looks_for_loop = False
+            _logger.warning(
+                "Idempotency is used inside a running event loop, which stands still meanwhile, "
+                "with everything else on it: use AsyncIdempotency, and await it"
+            )
         gate = self._gate
         # Also what the gate knows this call by.
         flow = self._engine.answer(call, operation, args, kwargs, transacting)

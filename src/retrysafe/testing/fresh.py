@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from retrysafe.core.model import ClaimRequest, Record
 from retrysafe.core.ports import Store
 from retrysafe.errors import StoreUnavailable
 from retrysafe.runtime.drive import run_sync
@@ -25,6 +26,7 @@ from retrysafe.stores.memory.store import MemoryStore
 from retrysafe.stores.opening import open_store, sqlite_path
 from retrysafe.stores.postgres import PostgresStore
 from retrysafe.stores.sqlite import SqliteStore
+from retrysafe.stores.sqlite.grace import Grace
 
 Turn = Callable[[timedelta], object]
 
@@ -44,6 +46,13 @@ class TurnedClock:
         self._ahead_ms += by // timedelta(milliseconds=1)
 
 
+class _NoGrace(Grace):
+    """Spares nobody: on a busy machine a lease that a test has ended would go on for seconds."""
+
+    def spared(self, record: Record, request: ClaimRequest, now_ms: int) -> None:
+        """No lease goes on."""
+
+
 def fresh_store(kind: str, folder: Path, schemas: Schemas, *, is_async: bool) -> tuple[Store, Turn]:
     """An empty store, and what turns its clock; raises `ValueError` for an unknown kind.
 
@@ -53,10 +62,11 @@ def fresh_store(kind: str, folder: Path, schemas: Schemas, *, is_async: bool) ->
     clock = TurnedClock()
     if kind in ("memory", "memory://"):
         return MemoryStore(now_ms=clock), clock.advance
-    if kind == "sqlite":
-        return SqliteStore(folder / "retrysafe.db", now_ms=clock), clock.advance
-    if kind.startswith("sqlite:///"):
-        return SqliteStore(sqlite_path(kind), now_ms=clock), clock.advance
+    if kind == "sqlite" or kind.startswith("sqlite:///"):
+        path = folder / "retrysafe.db" if kind == "sqlite" else sqlite_path(kind)
+        store = SqliteStore(path, now_ms=clock)
+        store._connections.grace = _NoGrace()  # noqa: SLF001 — no store offers that.
+        return store, clock.advance
     if kind.startswith("postgres"):
         url = schemas.emptied(kind)
         return open_store(url, is_async=is_async), lambda by: schemas.age(url, by)

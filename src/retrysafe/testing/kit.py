@@ -29,8 +29,9 @@ from retrysafe.runtime.drive import run_sync
 from retrysafe.testing.senders import CallSender, Reply, RequestSender, Sender, is_replay
 from retrysafe.testing.watched import AttemptKilled, Crash, KeySeeded, Seed, SeedState, WatchedStore
 
-# How long the lease of a dead attempt may take to end; it is of milliseconds.
-_TAKEOVER_SECONDS: Final = 10.0
+# How long the lease of a dead attempt may take to end. It is of milliseconds, but a SQLite store of
+# your own spares it for seconds on a busy machine.
+_TAKEOVER_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 0.005
 _FAILURE_LIMIT_BYTES: Final = 65_536
 _ERROR_STATUS: Final = 400

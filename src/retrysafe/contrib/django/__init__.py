@@ -8,3 +8,10 @@ With `retrysafe.contrib.django` in INSTALLED_APPS, `manage.py migrate` applies t
 `retrysafe migrate`, and notes it in the same place. The schema is named by the setting
 `RETRYSAFE_SCHEMA`; `retrysafe` is the default.
 """
+
+from retrysafe.extras import missing_extra
+
+try:
+    import django as _django  # noqa: F401 — only whether it is there.
+except ModuleNotFoundError as error:
+    raise missing_extra(__name__, "django", error) from error

@@ -59,12 +59,13 @@ Exceptions = type[Exception] | Iterable[type[Exception]]
 def checked_exceptions(name: str, types: Exceptions) -> tuple[type[Exception], ...]:
     """The classes as a tuple; raises `PolicyInvalid` for anything that is no exception."""
     # One class alone is what people write first; anything else is refused below.
-    given = tuple(types) if isinstance(types, Iterable) else (types,)
+    alone = isinstance(types, str) or not isinstance(types, Iterable)
+    given: tuple[Any, ...] = (types,) if alone else tuple(types)  # type: ignore[arg-type]
     for item in given:
         if not (isinstance(item, type) and issubclass(item, Exception)):
             raise PolicyInvalid(
-                f"{name} takes subclasses of Exception, got {item!r}: cancellation and process "
-                "exit are never an outcome"
+                f"{name} takes classes of exceptions, such as {name}=(ValueError,), got {item!r}: "
+                "no texts, and no cancellation or process exit, which are never an outcome"
             )
     return given
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from typing import Any
+
+from retrysafe.errors import AwaitForgotten
 
 
 class PendingStep(Coroutine[Any, Any, Any]):
@@ -35,6 +37,14 @@ class PendingStep(Coroutine[Any, Any, Any]):
 
     def __await__(self) -> Generator[Any, Any, Any]:
         return self._begun().__await__()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises `AwaitForgotten`: whoever wants its result has it not yet."""
+        raise AwaitForgotten(
+            f"the step {self.name!r} was not awaited, so it has no result: write 'await "
+            "attempt.step(…)' in an 'async def' function. Plain functions under AsyncIdempotency, "
+            "such as 'def' endpoints of FastAPI, take no steps"
+        )
 
     def send(self, value: Any) -> Any:
         """Goes on, as a task does."""

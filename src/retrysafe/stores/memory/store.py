@@ -5,6 +5,7 @@ Nothing survives the process and no other process sees it, so it never protects 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
@@ -49,6 +50,7 @@ from retrysafe.stores.memory.packed import (
     stored_outcome,
 )
 
+_logger: Final = logging.getLogger("retrysafe")
 # The states whose outcome is replayed.
 _REPLAYED: Final = (State.SUCCEEDED, State.FAILED)
 
@@ -70,11 +72,14 @@ class MemoryStore:
         self._arguments: dict[bytes, Payload] = {}
         self._actions: deque[tuple[bytes, OperatorAction]] = deque(maxlen=_ACTIONS_KEPT)
         self.outbox = MemoryOutbox(self._locked, now_ms)
+        # Whether this is the copy of a forked process, and nobody was told.
+        self._is_copy = False
         forks.register(self)
 
     def after_fork_in_child(self) -> None:
         """Goes on with a copy of the records: a thread of the parent may hold the old lock."""
         self._lock = new_lock()
+        self._is_copy = True
 
     @property
     def capabilities(self) -> Capabilities:
@@ -88,6 +93,13 @@ class MemoryStore:
         self, claims: Sequence[ClaimRequest], settlements: Sequence[Settlement]
     ) -> tuple[list[ClaimResult], list[SettleResult]]:
         """Applies a batch under the lock."""
+        if self._is_copy:
+            self._is_copy = False
+            _logger.warning(
+                "memory:// is used in a forked process: each process has keys of its own, so a "
+                "retry that reaches another one runs again. Use sqlite:/// or postgresql:// for "
+                "several workers"
+            )
         with self._locked():
             now_ms = self._now_ms()
             # Endings first: an outcome that is there must not lose to a claim beside it.

@@ -41,6 +41,7 @@ from retrysafe.stores.postgres.drivers.port import (
     Connector,
     RowRefused,
 )
+from retrysafe.stores.postgres.naming import migrate_command
 from retrysafe.stores.postgres.outbox import stage_parameters
 from retrysafe.stores.postgres.reading import look_before_takeovers
 from retrysafe.stores.postgres.same_database import SameDatabase
@@ -306,9 +307,10 @@ class PostgresTransaction:
         except Exception as error:
             code = sqlstate_of(error)
             if code in MISSING_CODES:
+                command = migrate_command(self._location, self._schema_name)
                 raise SchemaMissing(
                     f"the connection's database has no current retrysafe schema "
-                    f"{self._schema_name!r}: run 'retrysafe migrate' for {self._location}"
+                    f"{self._schema_name!r}: run {command}"
                 ) from error
             if code == READ_ONLY_CODE:
                 # Its pool is the user's, who alone can keep it from being used again.

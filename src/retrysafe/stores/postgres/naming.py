@@ -24,6 +24,12 @@ with
 RESERVED_WORDS: Final = frozenset(_WORDS.split())
 
 
+def migrate_command(location: str, schema: str) -> str:
+    """What brings a schema up to date; the location has no password, which the user adds."""
+    option = "" if schema == "retrysafe" else f"?schema={schema}"
+    return f"'retrysafe migrate --store \"{location}{option}\"' with the password of your own URL"
+
+
 def checked_schema_name(name: str) -> str:
     """The name itself; raises `InvalidInput`, because it becomes part of statements."""
     if not _SCHEMA_NAME.match(name):

@@ -8,7 +8,7 @@ from typing import Final
 from retrysafe.errors import InvalidInput, SchemaMissing, StoreUnavailable
 from retrysafe.stores.migrations import Applied, Migration, load_migrations, pending
 from retrysafe.stores.postgres.drivers.port import Connector, Locked, Rows, Session
-from retrysafe.stores.postgres.naming import checked_schema_name
+from retrysafe.stores.postgres.naming import checked_schema_name, migrate_command
 from retrysafe.stores.postgres.partitions import HORIZON_DAYS
 from retrysafe.stores.sql import load_blocks
 
@@ -205,9 +205,8 @@ async def require_current(connector: Connector, schema: str, location: str) -> N
     missing = await pending_migrations(connector, schema)
     if missing:
         names = ", ".join(f"{item.version:04d} {item.name}" for item in missing)
-        raise SchemaMissing(
-            f"schema {schema!r} of {location} lacks {names}: run 'retrysafe migrate'"
-        )
+        command = migrate_command(location, schema)
+        raise SchemaMissing(f"schema {schema!r} of {location} lacks {names}: run {command}")
 
 
 async def migrate(connector: Connector, schema: str) -> list[Migration]:

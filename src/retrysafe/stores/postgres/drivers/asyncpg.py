@@ -188,6 +188,8 @@ class AsyncpgConnector:
                 return bool(pid != connection.get_server_pid())
             finally:
                 await connection.close()
+        except asyncpg.InvalidCatalogNameError as error:
+            raise translated(error.sqlstate, str(error), self._location) from error
         except _GONE as error:
             raise StoreUnavailable(f"{self._location} does not answer: {error!r}") from error
 

@@ -6,13 +6,20 @@ store serves threads and event loops.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Protocol, TypeVar
 
 from retrysafe.core.ports import Waits
-from retrysafe.errors import SchemaMissing, StoreError, StoreNotWritable, StoreUnavailable
+from retrysafe.errors import (
+    SchemaMissing,
+    StoreError,
+    StoreMissing,
+    StoreNotWritable,
+    StoreUnavailable,
+)
 
 T = TypeVar("T")
 
@@ -160,6 +167,8 @@ LOCKED_CODE: Final = "55P03"
 # The server is a standby or was demoted; and it starts up, shuts down or recovers from a crash.
 READ_ONLY_CODE: Final = "25006"
 NOT_WRITABLE_CODES: Final = (READ_ONLY_CODE, "57P03")
+NO_DATABASE_CODE: Final = "3D000"
+_NO_DATABASE_WORDS: Final = re.compile(r'database "[^"]*" does not exist')
 # libpq has no codes for what it is told while it connects; these are its words and the server's.
 _NOT_WRITABLE_WORDS: Final = (
     "session is read-only",
@@ -172,6 +181,11 @@ def translated(code: str | None, message: str, location: str) -> Exception:
     """The error of a SQLSTATE code in retrysafe's words."""
     if code is None and any(words in message for words in _NOT_WRITABLE_WORDS):
         code = READ_ONLY_CODE
+    if code == NO_DATABASE_CODE or (code is None and _NO_DATABASE_WORDS.search(message)):
+        return StoreMissing(
+            f"{location}: there is no such database. Check its name in the URL, or create it, for "
+            "example with createdb, and then run 'retrysafe migrate'"
+        )
     code = code or "08000"
     if code in UNPREPARED_CODES:
         return StoreError(
@@ -184,7 +198,8 @@ def translated(code: str | None, message: str, location: str) -> Exception:
         return Locked(f"{location} is locked by somebody else: {message}")
     if code in MISSING_CODES:
         return SchemaMissing(
-            f"{location} has no current retrysafe schema ({message}): run 'retrysafe migrate'"
+            f"{location} has no current retrysafe schema ({message}): run 'retrysafe migrate "
+            f"--store {location}', with your own URL"
         )
     if code in NOT_WRITABLE_CODES:
         return StoreNotWritable(f"{location} takes no writes now: {message}")
