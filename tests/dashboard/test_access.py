@@ -207,6 +207,13 @@ def test_what_is_not_agreed_to_changes_nothing(store, idem, form):
     assert idem.read(KEY).condition is Condition.SUCCEEDED
 
 
+@pytest.mark.parametrize("number", ["", "-1", "1e3", "9" * 19, "\u0663"])
+def test_an_entry_that_no_store_can_have_is_refused(store, number):
+    dashboard = Dashboard(store, token=TOKEN)
+    form = {"id": number, "command": "retry", "is_confirmed": "1", "reason": "x"}
+    assert post(dashboard, "/outbox", form, authorization=f"Bearer {TOKEN}").status == 400
+
+
 def test_pages_go_on_and_filters_combine(store, idem):
     dashboard = Dashboard(store, is_open_on_loopback=True)
     for number in range(120):
@@ -355,6 +362,7 @@ def test_bodies_are_hidden_unless_asked_for_and_fields_can_be_redacted(store, id
         ("/keys", "after=99999999999999999999999999-00", 400),
         ("/keys", "after=1-00", 400),
         ("/keys", "minutes=-1", 400),
+        ("/keys", "key=%00", 400),
         ("/keys", "minutes=%D9%A3", 400),
         ("/key", "", 400),
         ("/key", "key=%00", 400),

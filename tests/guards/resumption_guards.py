@@ -57,7 +57,13 @@ RESUMPTION_GUARDS: tuple[Guard, ...] = (
     Guard(
         "one request runs under the claim of a worker",
         "another request that the application sends itself runs without a claim of its own",
-        (InCode(Resumption.plan, "if self.is_taken or is_other:", "if is_other:"),),
+        (
+            InCode(
+                Resumption.plan,
+                "if self.is_taken or request.path",
+                "if request.path",
+            ),
+        ),
         properties.test_a_request_inside_a_resumed_one_does_not_run_under_its_claim,
     ),
     Guard(

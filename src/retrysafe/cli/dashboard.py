@@ -32,7 +32,7 @@ def dashboard(
             envvar="RETRYSAFE_DASHBOARD_TOKEN",
             metavar="TOKEN",
             help="Who signs in with this token may release and expire keys. Without one, everything"
-            " is read only.",
+            " is read only. Better in the variable: everybody sees the arguments of processes.",
             show_default=False,
             show_envvar=True,
         ),

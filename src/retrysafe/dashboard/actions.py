@@ -143,10 +143,11 @@ class Actions:
     def operate_entry(self, form: dict[str, str], user: str) -> Done:
         """Retries or discards one entry of the outbox."""
         command = _chosen(EntryCommand, form)
-        try:
-            number = int(form.get("id", "")[:20])
-        except ValueError:
-            raise BadRequest("an entry is named by its number") from None
+        text = form.get("id", "")
+        # Eighteen digits, because nineteen may be more than a store's number can be.
+        if not (text.isascii() and text.isdigit() and len(text) < 19):
+            raise BadRequest("an entry is named by its number")
+        number = int(text)
         back = "/outbox?" + urlencode({"condition": form.get("condition", "dead")})
         if not form.get("is_confirmed"):
             fields = {

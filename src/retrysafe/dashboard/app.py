@@ -95,7 +95,7 @@ class Dashboard:
             run_sync(self._store.close())
 
     def respond(self, request: Request) -> Response:
-        """The response to a request; never raises."""
+        """The response to a request; raises only what `authorize` raises."""
         try:
             response = self._routed(request)
         except BadRequest as error:

@@ -88,6 +88,9 @@ def _fields(text: str) -> dict[str, str]:
         )
     except ValueError:  # Too many, or not UTF-8.
         raise BadRequest("the fields cannot be read") from None
+    if any("\x00" in text for pair in pairs for text in pair):
+        # No key has it, and PostgreSQL cannot compare with it.
+        raise BadRequest("the fields cannot be read")
     return dict(pairs)
 
 
