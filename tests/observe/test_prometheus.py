@@ -21,10 +21,11 @@ from retrysafe.core.keys.key import Key
 from retrysafe.core.size import StoreSize, TableSize
 from retrysafe.observe import gauges as gauges_module
 from retrysafe.observe.gauges import CACHED_SECONDS, LOST_SECONDS, StoreGauges
+from retrysafe.observe.labels import OPERATIONS_LIMIT, OperationNames
 from retrysafe.observe.prometheus import PrometheusMetrics
 from retrysafe.observe.quantiles import quantile
 from retrysafe.observe.running import PLACES, RunningSet
-from retrysafe.observe.tallies import BATCH, OPERATIONS_LIMIT, OperationNames, OwnTally, SharedTally
+from retrysafe.observe.tallies import BATCH, OwnTally, SharedTally
 from retrysafe.observe.windows import WINDOW_SECONDS, DedupWindow, KeyRate
 from retrysafe.stores import MemoryStore, open_store
 

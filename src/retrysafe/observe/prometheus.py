@@ -16,6 +16,7 @@ from typing import Any, Final
 from retrysafe.core.events import Event, EventKind, Result
 from retrysafe.extras import missing_extra
 from retrysafe.observe.gauges import StoreGauges, Watched
+from retrysafe.observe.labels import OperationNames
 from retrysafe.observe.quantiles import QUANTILES, quantile
 from retrysafe.observe.running import RunningSet
 from retrysafe.observe.windows import DedupWindow
@@ -27,7 +28,7 @@ try:
     from prometheus_client.multiprocess import MultiProcessCollector
     from prometheus_client.registry import Collector
 
-    from retrysafe.observe.tallies import OperationNames, OwnTally, SharedTally
+    from retrysafe.observe.tallies import OwnTally, SharedTally
 except ModuleNotFoundError as error:
     raise missing_extra("retrysafe.observe.prometheus", "prometheus", error) from error
 

@@ -21,10 +21,8 @@ from prometheus_client.utils import floatToGoString
 
 from retrysafe import forks
 from retrysafe.core.events import Progress
+from retrysafe.observe.labels import OperationNames
 
-# Names come from code and routes, so there are few; past this they share one label.
-OPERATIONS_LIMIT: Final = 500
-_OTHER: Final = "(other)"
 # How many calls wait until they are counted; a scrape counts what is there.
 BATCH: Final = 256
 # From a replay in memory to operations of minutes.
@@ -47,21 +45,6 @@ _HISTOGRAMS: Final[tuple[tuple[str, str, tuple[float, ...], tuple[str, ...]], ..
     ("retrysafe_settle_seconds", "How long the store took for endings.", _SHORT, ()),
     ("retrysafe_wait_seconds", "How long duplicates waited.", _LONG, ()),
 )
-
-
-class OperationNames:
-    """Operations as labels; those past the limit share one."""
-
-    def __init__(self) -> None:
-        self._known: set[str] = set()
-
-    def label(self, operation: str) -> str:
-        """The name itself, or that of all others."""
-        if operation not in self._known:
-            if len(self._known) >= OPERATIONS_LIMIT:
-                return _OTHER
-            self._known.add(operation)
-        return operation
 
 
 class OwnTally:
