@@ -44,6 +44,11 @@ class Hung(BaseException):
     """Something waits for ever."""
 
 
+def _watch_on() -> None:
+    # Again and again: what ends a wait may wait once more.
+    signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS, 1.0)
+
+
 @contextmanager
 def no_hang() -> Iterator[None]:
     """A lock that stays taken would hang the whole run; this ends the wait for it."""
@@ -52,8 +57,7 @@ def no_hang() -> Iterator[None]:
         raise Hung
 
     before = signal.signal(signal.SIGALRM, bark)
-    # Again and again: what ends a wait may wait once more.
-    signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS, 1.0)
+    _watch_on()
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
@@ -210,6 +214,8 @@ def at_every_place(
     files = {module.__file__ for module in modules}
     tracer = sys.gettrace()
     for place in range(10_000):
+        if signal.getitimer(signal.ITIMER_REAL)[0]:
+            _watch_on()  # For each place anew: a loaded machine is no hang.
         strike = _Strike(place, files, handler)
         caught: list[BaseException] = []
         # No context manager around it: those of the standard library are struck, too.

@@ -450,7 +450,10 @@ def test_a_step_on_sqlite_commits_with_a_lease_that_holds(tmp_path):
             clock.advance(timedelta(seconds=5))
             step = Step("book", 1, Payload("json.1", b"", b"1"))
             write = StepWrite(key, token, step, lease_ms=1_000)
-            assert run_sync(store.join(connection).record_step(write)) is Decision.APPLY
+            joined = store.join(connection)
+            run_sync(joined.begin())
+            assert run_sync(joined.record_step(write)) is Decision.APPLY
+            run_sync(joined.keep())
             connection.execute("COMMIT")
         ((answer,), _) = run_sync(store.commit([request(key)], []))
         assert answer.decision is Decision.IN_FLIGHT

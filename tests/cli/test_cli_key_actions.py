@@ -135,6 +135,23 @@ def test_a_success_since_the_look_is_never_expired(
     assert desk.condition(rival) == Condition.SUCCEEDED
 
 
+def test_what_was_not_searched_is_told(invoke, failures, monkeypatch):
+    """After an incident there may be more pending keys than one search gives."""
+    from retrysafe.stores.sqlite import SqliteStore
+
+    plain = SqliteStore.list_records
+
+    async def partly(self, query):
+        page = await plain(self, query)
+        page.unsearched = "pending keys beyond the first 10,000"
+        return page
+
+    monkeypatch.setattr(SqliteStore, "list_records", partly)
+    command = release(failures, "--condition", "failed", "--dry-run")
+    assert "not searched: pending keys beyond" in invoke(*command).stderr
+    assert invoke(*command, "--json").json["not_searched"] == "pending keys beyond the first 10,000"
+
+
 def test_people_are_told_how_many_were_changed(invoke, failures):
     """One line at the end."""
     outcome = invoke(*release(failures, "--condition", "failed", "--yes", "--reason", "x"))

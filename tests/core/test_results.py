@@ -6,7 +6,15 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe.core.events import UNFOLLOWED, Event, EventKind, Progress, Reporter, Result
+from retrysafe.core.events import (
+    UNFOLLOWED,
+    Event,
+    EventKind,
+    MessageFacts,
+    Progress,
+    Reporter,
+    Result,
+)
 from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.core.model import ClaimAnswer, Condition, Decision, Ending
 from retrysafe.core.policy import InFlight, Policy
@@ -222,6 +230,14 @@ def test_a_record_without_its_outcome_is_a_replay():
 
     world.first.engine._writer.claim = answered
     assert ended(world, call()) is Result.REPLAYED
+
+
+def test_a_call_brings_its_message():
+    """For traces: where it came from, and what was sent with it."""
+    facts = MessageFacts("nats:ORDERS", "7", {})
+    made = call(message=facts)
+    assert Reporter([].append).begins(made, float)
+    assert made.progress.message is facts
 
 
 def traced(world: World) -> list[Progress]:

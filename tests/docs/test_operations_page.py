@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import time
 
@@ -107,3 +108,12 @@ def test_a_damaged_response_breaks_no_question(tmp_path, migrated_url, head):
     connection.close()
     for store in (sqlite, postgres):
         run_sync(store.close())
+
+
+def test_the_page_says_what_to_do_when_an_alert_fires():
+    """Each alert of the rules has its row."""
+    rules = (ROOT / "docs/monitoring/alerts.yml").read_text(encoding="utf-8")
+    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    alerts = re.findall(r"alert: (\w+)", rules)
+    assert len(alerts) > 10
+    assert [name for name in alerts if f"`{name}`" not in page] == []

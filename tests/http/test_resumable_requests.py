@@ -509,3 +509,64 @@ async def test_a_resumed_response_past_its_limits_is_done_and_ends():
     assert ended == ["/charges"]
     app, _ = shop.process()
     assert (await ask(app)).problem == "outcome-unavailable"
+
+
+@on_a_loop
+async def test_a_time_limit_around_the_protection_does_not_cut_the_run_off():
+    """As with a client that has gone: else what takes longer would never be finished."""
+    shop = Shop()
+    await shop.die()
+    has_given_up, plain = asyncio.Event(), shop.endpoint
+
+    async def slow(scope, receive, send):
+        await has_given_up.wait()
+        await plain(scope, receive, send)
+
+    def impatient(app):
+        async def limited(scope, receive, send):
+            try:
+                async with asyncio.timeout(0):
+                    await app(scope, receive, send)
+            except TimeoutError:
+                await send({"type": "http.response.start", "status": 504, "headers": []})
+                await send({"type": "http.response.body", "body": b""})
+                has_given_up.set()
+
+        return limited
+
+    shop.endpoint = slow
+    assert (await shop.work(impatient)).resumed == 1
+    app, _ = shop.process()
+    assert (await ask(app)).is_replay
+
+
+@on_a_loop
+async def test_a_run_that_is_cut_off_has_no_ending_whatever_its_policy_says():
+    """Nobody knows how far it got: only its lease frees the key."""
+    policy = POLICY.with_changes(unlisted=Ending.FAILED)
+    shop = Shop(Rule(path="/charges", resumable=True, policy=policy))
+    await shop.die()
+    shop.endings.append(asyncio.CancelledError())
+    assert (await shop.work()).failed == 1
+    shop.clock.advance(LEASE)
+    assert (await shop.work()).resumed == 1
+    assert len(shop.effects) == 1
+
+
+@on_a_loop
+async def test_a_worker_keeps_nothing_of_a_response_that_does_not_end():
+    """It is done, and nobody reads it: neither its body nor its run stays in memory."""
+    shop = Shop()
+    await shop.die()
+
+    async def streaming(scope, receive, send):
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while True:
+            await send({"type": "http.response.body", "body": b"data", "more_body": True})
+
+    shop.endpoint = streaming
+    app, idem = shop.process()
+    await idem.worker(WORKER, app=app).run_once()
+    await idem.close()
+    assert not app._runs

@@ -20,6 +20,7 @@ from retrysafe.core.events import Event, EventKind, Progress, trace_of
 from retrysafe.core.keys.key import Key
 from retrysafe.errors import KeyReused
 from retrysafe.http import IdempotencyMiddleware, bearer_token
+from retrysafe.observe.labels import OPERATIONS_LIMIT
 from retrysafe.observe.opentelemetry import OpenTelemetryMetrics, OpenTelemetryTraces
 from retrysafe.relay import Relay
 from retrysafe.runtime.drive import run_sync
@@ -305,4 +306,18 @@ def test_metrics_without_a_store_have_no_gauges_of_one():
     found = points(reader)
     assert "retrysafe.store.rows" not in found
     assert found["retrysafe.pending"] == [({}, 0)]
+    provider.shutdown()
+
+
+def test_operations_past_the_limit_share_an_attribute():
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    observer = OpenTelemetryMetrics(provider)
+    for number in range(OPERATIONS_LIMIT + 5):
+        progress = Progress(float)
+        progress.end(None)
+        observer(Event(EventKind.ANSWERED, Key("k", caller="c"), f"op-{number}", call=progress))
+    found = points(reader)
+    assert ({"operation": "(other)", "result": "executed"}, 5) in found["retrysafe.calls"]
+    assert len(observer._all) == OPERATIONS_LIMIT + 1
     provider.shutdown()

@@ -21,9 +21,11 @@ from retrysafe.core.keys.key import Key
 from retrysafe.core.size import StoreSize, TableSize
 from retrysafe.observe import gauges as gauges_module
 from retrysafe.observe.gauges import CACHED_SECONDS, LOST_SECONDS, StoreGauges
-from retrysafe.observe.prometheus import OPERATIONS_LIMIT, PrometheusMetrics
+from retrysafe.observe.labels import OPERATIONS_LIMIT, OperationNames
+from retrysafe.observe.prometheus import PrometheusMetrics
 from retrysafe.observe.quantiles import quantile
 from retrysafe.observe.running import PLACES, RunningSet
+from retrysafe.observe.tallies import BATCH, OwnTally, SharedTally
 from retrysafe.observe.windows import WINDOW_SECONDS, DedupWindow, KeyRate
 from retrysafe.stores import MemoryStore, open_store
 
@@ -218,19 +220,77 @@ def test_a_store_is_asked_at_most_every_15_seconds(monkeypatch):
 
 
 def test_operations_past_the_limit_share_a_label():
-    metrics = PrometheusMetrics(CollectorRegistry())
+    """Nor is anything else kept of those beyond, however the calls are counted."""
+    registry, names = CollectorRegistry(), OperationNames()
+    own, shared = OwnTally(names), SharedTally(names, registry)
     for number in range(OPERATIONS_LIMIT + 5):
         progress = Progress(float)
         progress.note(EventKind.CLAIMED)
         progress.note(EventKind.COMPLETED)
         progress.end(None)
-        key = Key("k", caller="c")
-        metrics(Event(EventKind.ANSWERED, key, f"op-{number}", call=progress))
-    found = scrape(metrics)
-    assert found["retrysafe_calls_total,operation=(other),result=executed"] == 5
-    # Nor is anything else kept of those beyond.
-    for kept in (metrics._call_children, metrics._operation_children):
+        for tally in (own, shared):
+            tally.add(f"op-{number}", progress)
+    for found in (own.collect(), registry.collect()):
+        (others,) = [
+            sample.value
+            for metric in found
+            for sample in metric.samples
+            if sample.name == "retrysafe_calls_total" and sample.labels["operation"] == "(other)"
+        ]
+        assert others == 5
+    histograms = [key for key in own._seconds if key[0] == 0]
+    for kept in (own._calls, histograms, shared._count, shared._observe):
         assert len(kept) == OPERATIONS_LIMIT + 1
+    assert shared.collect() == ()
+
+
+def ended(seconds: float = 0.0) -> Progress:
+    progress = Progress(float)
+    progress.claim_seconds = seconds
+    progress.end(None)
+    return progress
+
+
+def test_calls_are_counted_in_batches_and_none_is_missed():
+    """By many threads at once; a bucket holds what is not above its bound."""
+    names = OperationNames()
+    tally = OwnTally(names)
+    calls = BATCH + 10
+
+    def add() -> None:
+        for _ in range(calls):
+            tally.add("pay", ended(0.001))
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(tally._waiting) < 4 * calls
+    tally.add("pay", ended(0.0011))
+    counter, *histograms = tally.collect()
+    (sample,) = [item for item in counter.samples if item.name.endswith("_total")]
+    assert sample.value == 4 * calls + 1
+    buckets = {
+        item.labels["le"]: item.value
+        for histogram in histograms
+        for item in histogram.samples
+        if item.name == "retrysafe_claim_seconds_bucket"
+    }
+    assert (buckets["0.0005"], buckets["0.001"]) == (0, 4 * calls)
+    assert buckets["0.0025"] == buckets["+Inf"] == 4 * calls + 1
+
+
+def test_a_fork_in_the_middle_of_counting_does_not_end_it():
+    """The lock may be held by a thread that the child does not have."""
+    tally = OwnTally(OperationNames())
+    tally._lock.acquire()
+    for _ in range(BATCH + 1):
+        tally.add("pay", ended())
+    assert len(tally._waiting) == BATCH + 1
+    tally.after_fork_in_child()
+    tally.add("pay", ended())
+    assert len(tally._waiting) == 0
 
 
 def test_takeovers_and_passes_of_workers_are_shown(monkeypatch):

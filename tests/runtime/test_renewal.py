@@ -441,10 +441,11 @@ def test_a_heartbeat_whose_start_was_interrupted_is_not_relied_on(monkeypatch):
     """Python breaks a thread whose start a signal's handler has interrupted; it seems to live on
     for a moment, in which the next operation asks for its renewals."""
     store, may_end = StagedStore(), threading.Event()
-    start = threading.Thread.start
+    start, broken = threading.Thread.start, []
 
     def start_interrupted(thread: threading.Thread) -> None:
         thread._target = may_end.wait
+        broken.append(thread)
         start(thread)
         raise KeyboardInterrupt
 
@@ -453,4 +454,5 @@ def test_a_heartbeat_whose_start_was_interrupted_is_not_relied_on(monkeypatch):
             patch.setattr(threading.Thread, "start", start_interrupted)
             idem.run("first", lambda: 1, request=None)
         idem.run("second", lambda: store.wait_until(lambda: store.renewals), request=None)
-        may_end.set()
+    may_end.set()
+    broken[0].join(30)

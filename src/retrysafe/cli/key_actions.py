@@ -312,6 +312,8 @@ class _Counts:
     refusals: list[str] = field(default_factory=list)
     # When they were looked at, by the store's clock.
     looked_at_ms: int = 0
+    # What the store did not search, in words.
+    unsearched: str = ""
 
 
 def _allowed(query: RecordQuery, command: OperatorCommand) -> RecordQuery:
@@ -333,11 +335,12 @@ def _allowed(query: RecordQuery, command: OperatorCommand) -> RecordQuery:
     return replace(query, conditions=conditions)
 
 
-def _matching(store: Store, queries: list[RecordQuery]) -> Iterator[StoredKey]:
+def _matching(store: Store, queries: list[RecordQuery], counts: _Counts) -> Iterator[StoredKey]:
     for query in queries:
         asked = query
         while True:
             page = run_sync(store.list_records(asked))
+            counts.unsearched = counts.unsearched or page.unsearched
             yield from page.keys
             if page.after is None:
                 break
@@ -348,7 +351,7 @@ def _operate_on_all(store: Store, queries: list[RecordQuery], change: _Change) -
     counts = _Counts()
     sample: list[str] = []
     with shown_progress("looking", {"matched": "match"}, is_quiet=change.is_json) as show:
-        for stored in _matching(store, queries):
+        for stored in _matching(store, queries, counts):
             counts.matched += 1
             counts.looked_at_ms = counts.looked_at_ms or stored.now_ms
             if len(sample) < _SAMPLE:
@@ -360,6 +363,8 @@ def _operate_on_all(store: Store, queries: list[RecordQuery], change: _Change) -
             output.note(line)
         if counts.matched > len(sample):
             output.note(f"… and {counts.matched - len(sample):,} more")
+        if counts.unsearched:
+            output.note(f"not searched: {counts.unsearched}; run the command again after this one")
     if counts.matched and not change.is_dry:
         if not change.is_confirmed:
             _confirm_all(counts, change.command)
@@ -373,6 +378,7 @@ def _operate_on_all(store: Store, queries: list[RecordQuery], change: _Change) -
                 "changed": counts.changed,
                 "refused": counts.refused,
                 "refusals": counts.refusals,
+                "not_searched": counts.unsearched or None,
                 "sample": sample,
             }
         )
@@ -404,7 +410,7 @@ def _change_all(store: Store, queries: list[RecordQuery], change: _Change, count
     with shown_progress(
         change.command.value, words, is_quiet=change.is_json, total=counts.matched
     ) as show:
-        for stored in _matching(store, queries):
+        for stored in _matching(store, queries, counts):
             if not left:
                 break
             if not stored.was_so(counts.looked_at_ms):

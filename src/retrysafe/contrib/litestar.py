@@ -203,8 +203,9 @@ class RetrysafePlugin(Endpoints, InitPlugin, ReceiveRoutePlugin):
     async def lifespan(self, app: Litestar) -> AsyncIterator[None]:
         """Closes the `AsyncIdempotency` at the end, after waiting for running requests."""
         running_loop()
-        await self.start()
         try:
+            # Inside: a start that fails has opened connections already.
+            await self.start()
             yield
         finally:
             await self.close()

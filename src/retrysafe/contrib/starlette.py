@@ -117,11 +117,12 @@ class Retrysafe(Endpoints):
         endpoint's rule; at the end it waits for running requests and closes the `AsyncIdempotency`.
         """
         running_loop()
-        await self.start()
-        if self._app is None:
-            self.install(app)
-        self.refresh()
         try:
+            # Inside: a start that fails has opened connections already.
+            await self.start()
+            if self._app is None:
+                self.install(app)
+            self.refresh()
             yield
         finally:
             await self.close()

@@ -107,6 +107,10 @@ _RESULTS: Final = {
 }
 # These are noted before the ending is written, and say more of it than the ending does.
 _REASONS: Final = frozenset({Result.EXHAUSTED, Result.WITHHELD})
+# All of it in one look-up: a call notes several things on its way.
+_NOTED: Final = {
+    kind: (result, _ENDINGS.get(kind, ""), result in _REASONS) for kind, result in _RESULTS.items()
+}
 
 Monotonic = Callable[[], float]
 
@@ -136,77 +140,55 @@ def trace_of(owner: str) -> str:
 class Progress:
     """What is known of one call so far; its last event tells all of it."""
 
-    __slots__ = (
-        "_reason",
-        "_settle_began_monotonic",
-        "attempt",
-        "began_monotonic",
-        "claim_seconds",
-        "ending",
-        "error",
-        "first_trace",
-        "has_told_begin",
-        "is_ended",
-        "message",
-        "monotonic",
-        "notes",
-        "operation_began_monotonic",
-        "operation_seconds",
-        "result",
-        "seconds",
-        "settle_seconds",
-        "source",
-        "trace",
-        "wait_began_monotonic",
-        "wait_seconds",
-    )
+    # Values of the class until something happens: most of them never do, and a call that had to set
+    # all of them would take a good part longer for it.
+    has_told_begin = False
+    is_ended = False
+    result: Result | None = None
+    _reason: Result | None = None
+    # How its operation ended: succeeded, failed or released; empty where it did not run.
+    ending = ""
+    attempt = 0
+    source = "store"
+    # The class of what the caller was raised.
+    error = ""
+    # The whole call, and its parts as far as there were any.
+    seconds = 0.0
+    claim_seconds: float | None = None
+    operation_seconds: float | None = None
+    settle_seconds: float | None = None
+    wait_seconds: float | None = None
+    # When the operation began that is now running, and when the call began to wait.
+    operation_began_monotonic: float | None = None
+    wait_began_monotonic: float | None = None
+    _settle_began_monotonic = 0.0
+    # The message that it handles, if it handles one.
+    message: MessageFacts | None = None
+    # The trace context that is stored with its claim, and that of the run that it replays: the ids
+    # of trace and span, in hexadecimal, with a dash between them.
+    trace = ""
+    first_trace = ""
+    # What observers remember of the call until it ends, such as its span.
+    notes: dict[object, Any] | None = None
 
     def __init__(self, monotonic: Monotonic) -> None:
         self.monotonic = monotonic
         self.began_monotonic = monotonic()
-        self.has_told_begin = False
-        self.is_ended = False
-        self.result: Result | None = None
-        self._reason: Result | None = None
-        # How its operation ended: succeeded, failed or released; empty where it did not run.
-        self.ending = ""
-        self.attempt = 0
-        self.source = "store"
-        # The class of what the caller was raised.
-        self.error = ""
-        # The whole call, and its parts as far as there were any.
-        self.seconds = 0.0
-        self.claim_seconds: float | None = None
-        self.operation_seconds: float | None = None
-        self.settle_seconds: float | None = None
-        self.wait_seconds: float | None = None
-        # When the operation began that is now running, and when the call began to wait.
-        self.operation_began_monotonic: float | None = None
-        self.wait_began_monotonic: float | None = None
-        self._settle_began_monotonic = 0.0
-        # The message that it handles, if it handles one.
-        self.message: MessageFacts | None = None
-        # The trace context that is stored with its claim, and that of the run that it replays: the
-        # ids of trace and span, in hexadecimal, with a dash between them.
-        self.trace = ""
-        self.first_trace = ""
-        # What observers remember of the call until it ends, such as its span.
-        self.notes: dict[object, Any] | None = None
 
     def note(self, kind: EventKind) -> None:
         """Takes note of what happened."""
-        result = _RESULTS.get(kind)
-        if result is None:
+        noted = _NOTED.get(kind)
+        if noted is None:
             # Claimed or taken over: from here on the operation runs, whatever it took to get here.
             self.end_wait()
             self.result = None
             self.operation_began_monotonic = self.monotonic()
             return
-        ending = _ENDINGS.get(kind)
-        if ending is not None:
+        result, ending, is_reason = noted
+        if ending:
             self.ending = ending
             result = self._reason or result
-        elif result in _REASONS:
+        elif is_reason:
             self._reason = result
         self.result = result
 
@@ -270,8 +252,6 @@ class Progress:
 
 class _Unfollowed(Progress):
     """Of a call that nobody hears of: nothing is noted, and no clock is read."""
-
-    __slots__ = ()
 
     def __init__(self) -> None:
         super().__init__(_no_time)
@@ -370,8 +350,7 @@ class Reporter:
         if progress is not UNFOLLOWED and self._emit is not None:
             progress.note(kind)
             progress.source = source
-            if attempt:
-                progress.attempt = attempt
+            progress.attempt = attempt or progress.attempt
         if kind in self.kinds and self._emit is not None:
             self._emit(Event(kind, call.key, call.operation, attempt, detail, source, progress))
 
@@ -411,8 +390,9 @@ class Reporter:
         """
         if not self.hears_calls or not call.progress.is_ended:
             return False
-        call.progress = Progress(monotonic)
-        call.progress.message = call.message
+        call.progress = progress = Progress(monotonic)
+        if call.message is not None:
+            progress.message = call.message
         return True
 
     def tell_begin(self, call: Call) -> None:

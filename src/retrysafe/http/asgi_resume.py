@@ -34,31 +34,46 @@ _logger = logging.getLogger("retrysafe")
 class TaskResumption(Resumption):
     """A resumption on an event loop, where the route and the worker are two tasks."""
 
-    __slots__ = ("_outcome", "_settled", "is_answered")
+    __slots__ = ("_outcome", "_run", "_settled", "is_answered")
 
     def __init__(self, call: Call, request: StoredRequest, attempt: Attempt) -> None:
         super().__init__(call, request, attempt)
         self._outcome: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         self._settled = asyncio.Event()
+        self._run: AppRun | None = None
         # Whether the route has answered; what the application raises after that is told by nobody.
         self.is_answered = False
 
     async def served(self, run: AppRun) -> Response:
-        """The response of the run, when it is stored; raises what the application raises."""
+        """The response of the run, when it is stored; raises what the application raises.
+
+        A layer outside that loses patience leaves the run alone, as a client does that has gone.
+        """
+        completing = run.invoke(self.attempt)
+        self._run = run
+        completing.add_done_callback(self._complete)
         try:
-            response = await run.invoke(self.attempt)
+            response = await asyncio.shield(completing)
         except asyncio.CancelledError:
-            if run.task is not None:
-                run.task.cancel()
-            raise
-        except Exception as error:
-            self._fail(error)
+            run.leave()
             raise
         self.is_answered = True
-        if not self._outcome.done():
-            self._outcome.set_result(response)
         await self._settled.wait()
         return response
+
+    def _complete(self, completed: asyncio.Future[Response]) -> None:
+        if completed.cancelled():
+            # No ending: nobody knows how far it got.
+            self._fail(self._refused("was cut off before its response was complete"))
+        elif (error := completed.exception()) is not None:
+            self._fail(error)
+        elif not self._outcome.done():
+            self._outcome.set_result(completed.result())
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """The one that the application runs in behind its protection, once there is one."""
+        return [] if self._run is None or self._run.task is None else [self._run.task]
 
     async def outcome(self) -> Response:
         """What the route answered; raises what it raised, or `ResumedRequestRefused`."""
@@ -70,13 +85,11 @@ class TaskResumption(Resumption):
         self._outcome.cancel()
 
     def end(self, status: int, error: BaseException | None) -> None:
-        """The application has ended."""
+        """The application has ended; behind its protection it may go on."""
         if not self.is_taken:
             self._fail(self.unserved(status, error))
-        elif error is None:
-            self._fail(RuntimeError("the application ended before its response was complete"))
-        else:
-            self._fail(error)
+        elif self._run is None:
+            self._fail(error or RuntimeError("the application ended before its route began"))
 
     def _fail(self, error: BaseException) -> None:
         if not self._outcome.done() and isinstance(error, Exception):
@@ -100,13 +113,14 @@ async def resume(calls: AsyncCalls, call: Call, request: StoredRequest, app: App
     try:
         return await calls.answer_call(call, send)
     except asyncio.CancelledError:
-        for _, task in sending:
-            task.cancel()
+        for resumption, task in sending:
+            for each in (task, *resumption.tasks):
+                each.cancel()
         raise
     finally:
         for resumption, task in sending:
             resumption.settle()
-            await asyncio.wait((task,))
+            await asyncio.wait((task, *resumption.tasks))
 
 
 async def _sent(app: App, resumption: TaskResumption) -> None:

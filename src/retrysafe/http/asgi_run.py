@@ -87,7 +87,6 @@ class AppRun:
         "_status",
         "_timer",
         "answering",
-        "answering",
         "background",
         "error",
         "is_left",
@@ -206,7 +205,8 @@ class AppRun:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            if self._runs and self.answering is not None and self.answering.done():
+            # None answers for a resumed request: its worker waits for this task.
+            if self._runs and (self.answering is None or self.answering.done()):
                 self._runs.discard(self)
         self.is_over = self._late_error is None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from retrysafe.core.events import ALL_KINDS, Emit, Event, Reporter
+from retrysafe.core.events import ALL_KINDS, Emit, Event, EventKind, Reporter
 from retrysafe.errors import InvalidInput
 from retrysafe.observe.gauges import Watched
 from retrysafe.observe.logs import EventLog
@@ -49,16 +49,16 @@ def reporter(observers: Iterable[Emit]) -> Reporter:
     if not any(isinstance(listener, EventLog) for listener in listeners):
         # First: what the others do of it is told after that.
         listeners = (EventLog(), *listeners)
-    wanted = [(item, frozenset(getattr(item, "kinds", ALL_KINDS))) for item in listeners]
-    kinds = frozenset().union(*(kinds for _, kinds in wanted))
+    wanting: dict[EventKind, list[Emit]] = {}
+    for listener in listeners:
+        for kind in getattr(listener, "kinds", ALL_KINDS):
+            wanting.setdefault(kind, []).append(listener)
 
     def tell(event: Event) -> None:
-        for listener, its_kinds in wanted:
-            if event.kind not in its_kinds:
-                continue
+        for listener in wanting[event.kind]:
             try:
                 listener(event)
             except Exception:
                 _logger.exception("an observer of retrysafe failed")
 
-    return Reporter(tell, kinds)
+    return Reporter(tell, frozenset(wanting))

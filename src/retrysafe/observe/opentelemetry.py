@@ -16,6 +16,7 @@ from typing import Any, Final
 from retrysafe.core.events import Event, EventKind, Progress, Result
 from retrysafe.extras import missing_extra
 from retrysafe.observe.gauges import StoreGauges, Watched
+from retrysafe.observe.labels import OperationNames
 from retrysafe.observe.quantiles import QUANTILES, quantile
 from retrysafe.observe.running import RunningSet
 from retrysafe.observe.windows import DedupWindow
@@ -66,6 +67,7 @@ class OpenTelemetryMetrics:
         """The application's own provider, unless one is given."""
         meter = metrics.get_meter(_NAME, meter_provider=meter_provider)
         self._running = RunningSet()
+        self._names = OperationNames()
         self._dedup = DedupWindow()
         self._store: StoreGauges | None = None
         # Duplicates and all calls by operation, for the ratio.
@@ -107,7 +109,7 @@ class OpenTelemetryMetrics:
 
     def __call__(self, event: Event) -> None:
         """Counts one event."""
-        kind, operation = event.kind, event.operation
+        kind, operation = event.kind, self._names.label(event.operation)
         if kind is EventKind.ANSWERED:
             self._answered(event.call, operation)
         elif kind is EventKind.LOOKED:

@@ -16,31 +16,25 @@ from typing import Any, Final
 from retrysafe.core.events import Event, EventKind, Result
 from retrysafe.extras import missing_extra
 from retrysafe.observe.gauges import StoreGauges, Watched
+from retrysafe.observe.labels import OperationNames
 from retrysafe.observe.quantiles import QUANTILES, quantile
 from retrysafe.observe.running import RunningSet
 from retrysafe.observe.windows import DedupWindow
 
 try:
-    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
     from prometheus_client.core import GaugeMetricFamily
     from prometheus_client.metrics_core import Metric
     from prometheus_client.multiprocess import MultiProcessCollector
     from prometheus_client.registry import Collector
+
+    from retrysafe.observe.tallies import OwnTally, SharedTally
 except ModuleNotFoundError as error:
     raise missing_extra("retrysafe.observe.prometheus", "prometheus", error) from error
 
 __all__ = ["PrometheusMetrics"]
 
 _FOLDER_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
-# Names come from code and routes, so there are few; past this they share one label.
-OPERATIONS_LIMIT: Final = 500
-_OTHER: Final = "(other)"
-# From a replay in memory to operations of minutes.
-_OPERATION_BUCKETS: Final = (
-    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300,
-)  # fmt: skip
-# From a flush of SQLite to a store that is about to be given up.
-_STORE_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5)
 
 
 class PrometheusMetrics:
@@ -68,38 +62,19 @@ class PrometheusMetrics:
         folder = os.environ.get(_FOLDER_VARIABLE)
         self._running = RunningSet(folder)
         self._store: StoreGauges | None = None
-        self._operations: set[str] = set()
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, labels, registry=registry)
-
-        def histogram(name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
-            return Histogram(name, text, labels, buckets=tuple(buckets), registry=registry)
+        self._names = OperationNames()
+        self._tally: OwnTally | SharedTally = (
+            OwnTally(self._names) if folder is None else SharedTally(self._names, registry)
+        )
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(name, text, registry=registry, multiprocess_mode="mostrecent")
 
-        self._calls = counter(
-            "retrysafe_calls", "Protected calls by what came of them.", "operation", "result"
-        )
-        self._takeovers = counter(
-            "retrysafe_takeovers", "Claims that were taken over after their lease.", "operation"
-        )
-        self._operation_seconds = histogram(
-            "retrysafe_operation_seconds",
-            "How long operations ran, by how they ended.",
-            _OPERATION_BUCKETS,
-            "operation",
-            "ending",
-        )
-        self._claim_seconds = histogram(
-            "retrysafe_claim_seconds", "How long the store took for claims.", _STORE_BUCKETS
-        )
-        self._settle_seconds = histogram(
-            "retrysafe_settle_seconds", "How long the store took for endings.", _STORE_BUCKETS
-        )
-        self._wait_seconds = histogram(
-            "retrysafe_wait_seconds", "How long duplicates waited.", _OPERATION_BUCKETS
+        self._takeovers = Counter(
+            "retrysafe_takeovers",
+            "Claims that were taken over after their lease.",
+            ["operation"],
+            registry=registry,
         )
         self._abandoned = gauge(
             "retrysafe_abandoned", "Keys whose lease has ended, at the worker's last look."
@@ -110,10 +85,7 @@ class PrometheusMetrics:
         self._swept_at = gauge(
             "retrysafe_swept_timestamp_seconds", "When the sweep last had nothing left to remove."
         )
-        # Looking a child up by its labels takes longer than to count.
-        self._call_children: dict[tuple[str, Result | None], Callable[[], None]] = {}
-        self._operation_children: dict[tuple[str, str], Callable[[float], None]] = {}
-        derived = _Derived(self._calls, self._running, self._swept_at, lambda: self._store, folder)
+        derived = _Derived(self._tally, self._running, self._swept_at, lambda: self._store, folder)
         # What to serve: with `prometheus_client.make_asgi_app(metrics.registry)` for one.
         self.registry = registry if folder is None else CollectorRegistry()
         self.registry.register(derived)
@@ -126,47 +98,18 @@ class PrometheusMetrics:
         """Counts one event."""
         kind = event.kind
         if kind is EventKind.ANSWERED:
-            self._answered(event)
+            self._running.remove(event.call)
+            self._tally.add(event.operation, event.call)
         elif kind is EventKind.CLAIMED:
             self._running.add(event.call)
         elif kind is EventKind.TAKEN_OVER:
             self._running.add(event.call)
-            self._takeovers.labels(self._named(event.operation)).inc()
+            self._takeovers.labels(self._names.label(event.operation)).inc()
         elif kind is EventKind.LOOKED:
             self._abandoned.set(event.count)
             self._looked_at.set(time.time())
         else:
             self._swept_at.set(time.time())
-
-    def _answered(self, event: Event) -> None:
-        call, operation = event.call, self._named(event.operation)
-        self._running.remove(call)
-        name = (operation, call.result)
-        count = self._call_children.get(name)
-        if count is None:
-            count = self._call_children[name] = self._calls.labels(operation, call.result).inc
-        count()
-        if call.claim_seconds is not None:
-            self._claim_seconds.observe(call.claim_seconds)
-        if call.settle_seconds is not None:
-            self._settle_seconds.observe(call.settle_seconds)
-        if call.wait_seconds is not None:
-            self._wait_seconds.observe(call.wait_seconds)
-        if call.operation_seconds is not None and call.ending:
-            ended = (operation, call.ending)
-            observe = self._operation_children.get(ended)
-            if observe is None:
-                child = self._operation_seconds.labels(operation, call.ending)
-                observe = self._operation_children[ended] = child.observe
-            observe(call.operation_seconds)
-
-    def _named(self, operation: str) -> str:
-        """The operation as a label; those past the limit share one."""
-        if operation not in self._operations:
-            if len(self._operations) >= OPERATIONS_LIMIT:
-                return _OTHER
-            self._operations.add(operation)
-        return operation
 
 
 class _Derived(Collector):
@@ -174,13 +117,13 @@ class _Derived(Collector):
 
     def __init__(
         self,
-        calls: Counter,
+        tally: OwnTally | SharedTally,
         running: RunningSet,
         swept_at: Gauge,
         store: Callable[[], StoreGauges | None],
         folder: str | None,
     ) -> None:
-        self._calls = calls
+        self._tally = tally
         self._running = running
         self._swept_at = swept_at
         self._store = store
@@ -197,7 +140,9 @@ class _Derived(Collector):
     def collect(self) -> Iterator[Metric]:
         """The gauges; of several processes also what their files add up to."""
         if self._processes is None:
-            summed = [*self._calls.collect(), *self._swept_at.collect()]
+            summed = list(self._tally.collect())
+            yield from summed
+            summed += self._swept_at.collect()
         else:
             summed = list(self._processes.collect())
             yield from summed

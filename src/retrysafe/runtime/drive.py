@@ -21,10 +21,11 @@ def run_sync(flow: Coroutine[Any, Any, T]) -> T:
     try:
         flow.send(None)
     except StopIteration as stop:
-        trace = stop.__traceback__
-        # A flow that has a method in Python for this is a step's. A handler may raise in there, and
-        # that is not what the step has returned.
-        if trace is not None and trace.tb_next is not None and is_of_handler(stop):
+        # A step's flow has a method in Python for this. A handler may raise in there, and that is
+        # not what the step has returned. The whole traceback is kept in no variable: a frame that
+        # holds itself is only freed by the garbage collector.
+        method = getattr(stop.__traceback__, "tb_next", None)
+        if method is not None and method.tb_next is not None and is_of_handler(stop):
             raise raisable(stop) from stop
         result: T = stop.value
         return result
