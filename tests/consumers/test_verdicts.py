@@ -31,7 +31,7 @@ EXPECTED = {
     DOWNSTREAM: "StepNotStored CompensationFailed OperationUndone DeliveryFailed ConnectionError "
     "TimeoutError",
     OWN: "StoreRejected StepReused StepsChanged StepUnavailable ArgumentsNotStorable "
-    "AwaitForgotten OutcomeMissing OperatorRefused RetrysafeError Exception",
+    "AwaitForgotten OutcomeMissing OperatorRefused ResumedRequestRefused RetrysafeError Exception",
 }
 
 

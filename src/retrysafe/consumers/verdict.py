@@ -110,6 +110,7 @@ TABLE: Final[Mapping[type[BaseException], Rule]] = MappingProxyType(
         errors.OutcomeMissing: Rule(_RETRY, "its transaction ended without an outcome"),
         errors.DeliveryFailed: Rule(_RETRY, "a target did not take an entry", _DOWNSTREAM),
         errors.OperatorRefused: Rule(_RETRY, "an operator's command was refused"),
+        errors.ResumedRequestRefused: Rule(_RETRY, "a request that was sent again was refused"),
         errors.RetrysafeError: Rule(_RETRY, "retrysafe could not finish it"),
         ConnectionError: Rule(_RETRY, "a connection of the handler broke", _DOWNSTREAM),
         TimeoutError: Rule(_RETRY, "something did not answer the handler in time", _DOWNSTREAM),

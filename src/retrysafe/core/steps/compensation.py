@@ -170,7 +170,8 @@ async def _conclude(
     run: StepRun, ending: Ending, payload: Payload, error: Exception | None, *, is_orphan: bool
 ) -> Verdict | None:
     book = run.book
-    await run.joined.look_after()
+    if run.joined is not None:
+        await run.joined.look_after()
     if error is not None and run.is_terminal(error):
         ending = Ending.FAILED
     if ending is Ending.RELEASED and book.failure is None:

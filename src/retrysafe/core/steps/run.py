@@ -51,6 +51,7 @@ class StepRun:
         "_background",
         "_clock",
         "_executor",
+        "_leases",
         "_loaders",
         "_lock",
         "_not_begun",
@@ -77,10 +78,9 @@ class StepRun:
         self._loaders: list[Signal] | None = None
         # Whom the last step under way wakes, once the operation has ended.
         self._quiet: Signal | None = None
-        leases = (lease, *attempt.held)
-        self.joined = JoinedSteps(
-            ports.executor, call, leases, self.book, self.writer, self._finish
-        )
+        # Made with the first of them: most operations have none, and pay nothing for it.
+        self.joined: JoinedSteps | None = None
+        self._leases = (lease, *attempt.held)
         # Whether a try of a step ended in a way after which nobody knows what it did.
         self.has_uncertain = False
         # The steps that were called and are not known to be stored.
@@ -100,7 +100,8 @@ class StepRun:
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], options: StepOptions
     ) -> Any:
         await self.load()
-        await self.joined.look_after(options.connection)
+        if self.joined is not None:
+            await self.joined.look_after(options.connection)
         await self._require_unsettled(name)
         book = self.book
         place = book.place(is_known=self._executor.current() is self._attempt)
@@ -177,7 +178,7 @@ class StepRun:
         """Runs a step that no earlier attempt has finished, and records it."""
         name, options = taken.name, taken.options
         if options.connection is not None:
-            value = await self.perform(taken, options.terminal, self.joined.making(taken))
+            value = await self.perform(taken, options.terminal, self._opened_joined().making(taken))
             self.book.advance(taken.position)
             return value
         try:
@@ -194,6 +195,14 @@ class StepRun:
                 abandon = partial(self.writer.abandon, name)
                 self._background.finish(self._record_left(taken), abandon)
             raise
+
+    def _opened_joined(self) -> JoinedSteps:
+        with self._lock:
+            if self.joined is None:
+                self.joined = JoinedSteps(
+                    self._executor, self.call, self._leases, self.book, self.writer, self._finish
+                )
+            return self.joined
 
     def _finish(self, taken: TakenStep) -> None:
         """Takes note that a step has run; as often as it is asked for."""
