@@ -345,10 +345,13 @@ class DeliveryFailed(RetrysafeError):
 class ResumedRequestRefused(RetrysafeError):
     """A request that a worker has sent again got an answer that is never kept, such as 401.
 
-    Its key stays with its lease, and the next attempt comes after the worker's back-off.
+    Its key stays with its lease, and the next attempt comes after the worker's back-off. Where
+    something that no rule protects has answered it with success, the key has failed instead.
     """
 
     retryable = True
+    # Whether it may have run without a claim: sent again, it would run once more.
+    is_final = False
 
 
 class OperatorRefused(RetrysafeError):

@@ -231,7 +231,11 @@ def test_a_missing_secret_never_ends_an_operation():
 def test_a_refused_resumed_request_never_ends_an_operation():
     """Its client was let in once: kept, the refusal would be replayed to that one."""
     for policy in (Policy(unlisted=Ending.FAILED), Policy(terminal=(Exception,))):
-        assert policy.judge(ResumedRequestRefused("answered with 401")) is Ending.RELEASED
+        refused = ResumedRequestRefused("answered with 401")
+        assert policy.judge(refused) is Ending.RELEASED
+        # It may have run without a claim.
+        refused.is_final = True
+        assert policy.judge(refused) is Ending.FAILED
 
 
 def test_a_key_brings_its_own_window():

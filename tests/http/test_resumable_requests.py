@@ -335,6 +335,31 @@ async def test_a_request_whose_rule_has_moved_runs_neither_without_a_claim_nor_u
 
 
 @on_a_loop
+async def test_a_request_that_runs_without_its_rule_is_not_sent_again(caplog):
+    """A deploy has taken the rule away where no middleware sees that: it runs once at most."""
+    shop = Shop()
+    await shop.die()
+    ran = []
+
+    def bare(app):
+        async def endpoint(scope, receive, send):
+            ran.append(scope["path"])
+            await send({"type": "http.response.start", "status": 201, "headers": []})
+            await send({"type": "http.response.body"})
+
+        return endpoint
+
+    with caplog.at_level(logging.WARNING, "retrysafe"):
+        assert (await shop.work(bare)).failed == 1
+    assert "It may have run, and is not sent again" in caplog.text
+    shop.clock.advance(LEASE)
+    await shop.work(bare)
+    assert len(ran) == 1
+    _, idem = shop.process()
+    assert (await idem.read("k-1", caller="alice")).condition is Condition.FAILED
+
+
+@on_a_loop
 async def test_a_worker_without_an_application_claims_nothing():
     """It reports the key, and uses up no attempt."""
     shop = Shop()

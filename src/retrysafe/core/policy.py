@@ -160,7 +160,7 @@ class Policy:
             return Ending.RELEASED
         if isinstance(error, ResumedRequestRefused):
             # Kept, it would tell a client that asked with its credentials that it had none.
-            return Ending.RELEASED
+            return Ending.FAILED if error.is_final else Ending.RELEASED
         if isinstance(error, SecretMissing):
             # Another process knows the secret, or this one after its next start: kept, it would end
             # an operation for good that only the wrong process had taken over.

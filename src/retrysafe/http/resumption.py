@@ -122,6 +122,14 @@ class Resumption:
         """The refusal of a request that no protection has run."""
         if self._misled is not None:
             return self._misled
+        if error is None and status // 100 == 2:
+            # Nobody knows by what: a client's next retry would run it, and so would each attempt.
+            refused = self._refused(
+                f"was answered {status} by something that no rule protects. It may have run, and "
+                "is not sent again. Keep the rule of an endpoint until its requests have ended"
+            )
+            refused.is_final, refused.retryable = True, False
+            return refused
         did = f"raised {type(error).__name__}" if error else f"answered {status or 'nothing'}"
         return self._refused(f"did not reach its route: the application {did}. {_WHO_CALLED}")
 
