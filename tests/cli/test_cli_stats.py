@@ -6,7 +6,8 @@ from datetime import timedelta
 
 import pytest
 
-from retrysafe.cli import doctor, figures
+from retrysafe import figures
+from retrysafe.cli import doctor
 from retrysafe.core.listing import Position, RecordPage
 from retrysafe.core.model import Condition, Record, SettleKind, State, StoredKey
 from retrysafe.core.size import StoreSize, TableSize

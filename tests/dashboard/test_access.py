@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 import pytest
 
 from retrysafe import Idempotency, Policy
-from retrysafe.dashboard import Dashboard, access
+from retrysafe.dashboard import Dashboard, access, pages
 from retrysafe.dashboard.web import Request
 from retrysafe.errors import InvalidInput
 from retrysafe.stores import Condition, open_store
@@ -375,6 +375,18 @@ def test_what_no_page_sends_is_refused_in_words(store, path, query, status):
     response = get(dashboard, path, query, host="localhost")
     assert response.status == status
     assert response.body
+
+
+def test_the_overview_tells_how_the_store_is_doing_and_asks_it_rarely(store, idem, monkeypatch):
+    dashboard = Dashboard(store, is_open_on_loopback=True)
+    asked = []
+    real = pages.figures.stats_of
+    monkeypatch.setattr(pages.figures, "stats_of", lambda of: asked.append(of) or real(of))
+    for _ in range(3):
+        page = get(dashboard, "/", host="localhost").body.decode()
+        assert "about 1 rows" in page
+        assert "sweep lag" in page
+    assert len(asked) == 1
 
 
 def test_only_get_and_post_are_answered(store):

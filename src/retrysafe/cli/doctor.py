@@ -9,14 +9,13 @@ from typing import Any, Final
 import typer
 
 from retrysafe.cli import options, output
-from retrysafe.cli.figures import quantile
 from retrysafe.cli.problems import ExitCode
-from retrysafe.cli.stats import SAMPLE
 from retrysafe.core.listing import RecordPage, RecordQuery
 from retrysafe.core.model import Condition, StoredKey
 from retrysafe.core.ports import Store
 from retrysafe.core.settings import environment_secret, secrets_of
 from retrysafe.core.size import Measurable, StoreSize
+from retrysafe.figures import SAMPLE, quantile
 from retrysafe.inspection import duration_text
 from retrysafe.runtime.drive import run_sync
 from retrysafe.stores.diagnosis import Checkup, Diagnosable, Finding

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import urlencode
 
+from retrysafe import figures
 from retrysafe.core.keys.canonical import DIGEST_BYTES
 from retrysafe.core.keys.key import GLOBAL, Key
 from retrysafe.core.listing import Position, RecordQuery
@@ -27,6 +30,7 @@ GLANCE: Final = 10
 GROUPED: Final = 500
 # How long a page searches where no index leads; what it did not reach is not shown.
 SEARCH_SECONDS: Final = 0.4
+FIGURES_SECONDS: Final = 15.0
 
 Page = Callable[[Request], tuple[str, dict[str, Any]]]
 
@@ -42,6 +46,9 @@ class Pages:
     def __init__(self, store: Store, shown: views.Shown, samples: Samples) -> None:
         self._store = store
         self._samples = samples
+        self._asking = threading.Lock()
+        self._last_figures: list[tuple[str, str]] = []
+        self._figures_until = 0.0
         self._shown = shown
         self._pages: dict[str, Page] = {
             "/": self.overview,
@@ -71,7 +78,17 @@ class Pages:
             "is_failed_part": len(failed) == GROUPED,
             "outbox": self._outbox_glance(),
             "plot": self._samples.plot(),
+            "figures": self._figures(),
         }
+
+    def _figures(self) -> list[tuple[str, str]]:
+        """How the whole store is doing; asked at most every 15 seconds, whoever looks."""
+        with self._asking:
+            if time.monotonic() >= self._figures_until:
+                document = figures.stats_of(self._store)
+                self._last_figures = [] if document is None else figures.stats_lines(document)
+                self._figures_until = time.monotonic() + FIGURES_SECONDS
+            return self._last_figures
 
     def _some(self, condition: Condition, limit: int) -> list[StoredKey]:
         query = RecordQuery(conditions=frozenset({condition}), limit=limit, seconds=SEARCH_SECONDS)

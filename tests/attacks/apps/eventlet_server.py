@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
+# Its own look-ups would import trio by way of httpx, which eventlet's sockets are no match for.
+os.environ["EVENTLET_NO_GREENDNS"] = "yes"
 import eventlet
 import eventlet.wsgi
 

@@ -1,4 +1,4 @@
-"""Figures of a store from its sizes, a sample and its newest keys; nothing here reads a store.
+"""Figures of a store from its sizes, a sample and its newest keys: in a second, without a scan.
 
 What is estimated says so. Replays leave no trace in a store, so the share of duplicates is known to
 the processes that answered them, by their metrics.
@@ -10,13 +10,20 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
-from retrysafe.core.listing import RecordPage
+from retrysafe.core.listing import RecordPage, RecordQuery
 from retrysafe.core.model import Condition, StoredKey
 from retrysafe.core.policy import FOREVER
-from retrysafe.core.size import StoreSize
+from retrysafe.core.ports import Store
+from retrysafe.core.size import Measurable, StoreSize
+from retrysafe.inspection import duration_text
+from retrysafe.runtime.drive import run_sync
+from retrysafe.stores.sampling import Sampled
 
 # The newest keys are those of this time.
 RECENT_MS: Final = 300_000
+SAMPLE: Final = 2_000
+_PENDING: Final = frozenset({Condition.RUNNING, Condition.ABANDONED})
+_PENDING_LIMIT: Final = 10_000
 _FOREVER_MS: Final = FOREVER.total_seconds() * 500
 QUANTILES: Final = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
 
@@ -26,6 +33,20 @@ def quantile(values: Sequence[float], share: float) -> float | None:
     if not values:
         return None
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def stats_of(store: Store) -> dict[str, Any] | None:
+    """All figures as JSON; None of a store that does not know its size."""
+    if not isinstance(store, Measurable) or not isinstance(store, Sampled):
+        return None
+    newest = RecordQuery(newer_than_ms=RECENT_MS, limit=SAMPLE, seconds=0.1)
+    query = RecordQuery(conditions=_PENDING, limit=_PENDING_LIMIT, seconds=0.2)
+    return stats_json(
+        run_sync(store.measure()),
+        run_sync(store.sample(SAMPLE)),
+        run_sync(store.list_records(newest)),
+        run_sync(store.list_records(query)),
+    )
 
 
 def stats_json(
@@ -123,3 +144,67 @@ def _attempts(recent: RecordPage) -> dict[str, Any]:
         "failed": counted[Condition.FAILED],
         "released": counted[Condition.RELEASED],
     }
+
+
+def stats_lines(document: dict[str, Any]) -> list[tuple[str, str]]:
+    """The figures in words, each with its name."""
+    lines = []
+    for name, table in document["tables"].items():
+        size = "" if table["bytes"] is None else f", {_bytes_text(table['bytes'])}"
+        lines.append((name, f"about {table['rows']:,} rows{size}"))
+    rate, projected = document["keys_per_second"], document["keys_projected"]
+    if rate is not None:
+        lines.append(("new keys", f"{rate:,.1f} a second, over the last minutes"))
+    if projected:
+        window = duration_text(int(document["active_window_seconds"] * 1000))
+        ratio = document["keys_to_projection"]
+        lines.append(
+            (
+                "projection",
+                f"{projected:,} keys by rate and window ({window}); there are {ratio:g} times "
+                "as many",
+            )
+        )
+    shares = ", ".join(f"{share:.1%} {name}" for name, share in document["conditions"].items())
+    lines.append(("conditions", f"{shares or 'no keys'} (of {document['sampled_keys']:,} sampled)"))
+    pending = document["pending"]
+    ages = pending["running_age_seconds"]
+    text = f"{pending['running']:,}"
+    if pending["running"]:
+        p95, oldest = (duration_text(int(ages[name] * 1000)) for name in ("p95", "max"))
+        text += f", 95 % younger than {p95}, the oldest {oldest}"
+    lines.append(("running", text))
+    text = f"{pending['abandoned']:,}"
+    if pending["abandoned"]:
+        text += f", for up to {duration_text(int(pending['longest_abandoned_seconds'] * 1000))}"
+    lines.append(("abandoned", text))
+    if pending["is_part"]:
+        lines.append(("not searched", pending["not_searched"] or "more pending keys than these"))
+    attempts = document["attempts"]
+    lines.append(
+        (
+            "last minutes",
+            f"{attempts['keys']:,} keys seen: {attempts['with_several_attempts']:,} with several "
+            f"attempts, {attempts['failed']:,} failed, {attempts['released']:,} released",
+        )
+    )
+    lag = duration_text(int(document["sweep_lag_seconds"] * 1000))
+    lines.append(("sweep lag", f"{lag} in the sample"))
+    outbox = document["outbox"]
+    oldest = duration_text(int(outbox["oldest_seconds"] * 1000))
+    lines.append(
+        (
+            "outbox",
+            f"{outbox['waiting']:,} wait, the oldest for {oldest}; {outbox['dead']:,} are dead",
+        )
+    )
+    lines.append(("duplicates", "not in the store: see retrysafe_dedup_ratio of your processes"))
+    return lines
+
+
+def _bytes_text(count: float) -> str:
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
