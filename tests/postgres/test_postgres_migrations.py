@@ -303,7 +303,7 @@ def test_a_changed_migration_is_noticed(store, postgres_url, connection):
 
 def test_without_a_schema_nothing_runs_and_the_message_says_what_to_do(store, postgres_url):
     """No process makes a schema by accident; once it is there, the same object works."""
-    with pytest.raises(SchemaMissing, match=r"lacks 0001 initial, .*: run 'retrysafe migrate'"):
+    with pytest.raises(SchemaMissing, match=r"lacks 0001 initial, .*: run 'retrysafe migrate "):
         claimed(store)
     other = postgres_store(postgres_url, is_async=False)
     run_sync(other.migrate())
