@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 from faststream import AckPolicy, BaseMiddleware, Context, FastStream
@@ -100,14 +99,9 @@ Broker, Router, source, target = {
 idem = AsyncIdempotency(work.STORE, caller="shop", policy=work.POLICY)
 
 
-def has_hung(name):
-    lines = Path(os.environ["RETRYSAFE_TEST_EFFECTS"]).read_text().splitlines()
-    return any(each["name"] == name for each in map(json.loads, lines) if each["what"] == "hangs")
-
-
 async def hang(where, name, wish):
-    """Stops for ever where the wish says, once for each name."""
-    if work.HANGS and wish == where and not has_hung(name):
+    """Stops for ever where the wish says."""
+    if work.must_hang(where, name, wish):
         note("hangs", name)
         await asyncio.sleep(1_000)
 

@@ -5,6 +5,7 @@ Every execution leaves a line in a file, as in `tests.consumers.handlers`.
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import time
@@ -20,12 +21,33 @@ HANGS = bool(os.environ.get("RETRYSAFE_TEST_TASKS_HANG"))
 LEAST_SECONDS = float(os.environ.get("RETRYSAFE_TEST_TASK_SECONDS", "0"))
 STORE = f"sqlite:///{os.environ.get('RETRYSAFE_TEST_SHOP', 'unused.db')}"
 POLICY = Policy(lease=timedelta(seconds=2), active_window=FOREVER)
-__all__ = ("HANGS", "POLICY", "STORE", "do", "fail_until", "hang", "order", "transaction")
+__all__ = (
+    "HANGS",
+    "POLICY",
+    "STORE",
+    "do",
+    "fail_until",
+    "hang",
+    "must_hang",
+    "order",
+    "transaction",
+)
+
+
+def must_hang(where, name, wish):
+    """Whether to stop there, in a worker that is there to be killed: once for each name.
+
+    What a killed worker held may come to the next one at once, and must not stop that one as well.
+    """
+    if not HANGS or wish != where:
+        return False
+    lines = Path(os.environ["RETRYSAFE_TEST_EFFECTS"]).read_text().splitlines()
+    return {"hangs": name} not in [{each["what"]: each["name"]} for each in map(json.loads, lines)]
 
 
 def hang(where, name, wish):
-    """Stops for ever where the wish says, in a worker that is there to be killed."""
-    if HANGS and wish == where:
+    """Stops for ever where the wish says."""
+    if must_hang(where, name, wish):
         note("hangs", name)
         time.sleep(1_000)
 
