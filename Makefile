@@ -9,7 +9,7 @@ PORT ?= 8000
 STORE ?= sqlite:///var/demo.db
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup run test test-all lint format bench soak docs pins clean
+.PHONY: help setup run test test-all lint format bench soak docs pictures pins clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -30,8 +30,8 @@ run: setup ## Serve the demo on SQLite (PORT=8000, STORE=sqlite:///var/demo.db)
 # Pieces of the suite, those that take longest first. Most of them wait for leases to end and for
 # processes to start and to die, so that two cores have work for three at a time. Each is also a
 # target of its own: `make tested-stores`, with ALL=1 for what takes long as well.
-FOLDERS := attacks stores processes consumers demo http_cases postgres cli atomic runtime docs relay \
-	contrib client http dashboard guards
+FOLDERS := attacks stores processes consumers tasks demo http_cases postgres dashboard cli atomic \
+	observe runtime docs relay contrib client http guards
 PIECES := $(FOLDERS:%=tested-%) tested-rest tested-core
 JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest $(if $(ALL),-m "long or not long")
@@ -79,6 +79,9 @@ soak: setup ## Run simulation, overlapping batches, dying consumers and workers 
 
 docs: setup ## Generate the generated parts of the documents
 	$(BIN)/python scripts/generate_docs.py
+
+pictures: setup ## Make the pictures of the README from the running demo
+	$(BIN)/python scripts/make_pictures.py
 
 pins: setup ## Pin the development requirements again
 	$(BIN)/python -m pip install --quiet uv

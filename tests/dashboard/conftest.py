@@ -21,13 +21,18 @@ def _chromium() -> Path | None:
     return None if found is None else Path(found)
 
 
+def chromium_binary() -> Path | None:
+    """Debian's Chromium, installed where this process may do that."""
+    return from_debian("chromium", _chromium)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Debian's Chromium without a window.
 
     Playwright keeps an event loop running in this thread: it ends before other tests need theirs.
     """
-    binary = from_debian("chromium", _chromium)
+    binary = chromium_binary()
     if binary is None:
         missing("Chromium (apt-get install chromium)")
     with sync_playwright() as playwright:
