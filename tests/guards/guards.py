@@ -251,7 +251,7 @@ GUARDS: tuple[Guard, ...] = (
         (
             InCode(
                 Engine.recall,
-                'self._check_same(call, cached, "process")',
+                'self._refusals.check_same(call, cached, "process")',
                 "pass",
             ),
         ),

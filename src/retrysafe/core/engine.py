@@ -15,22 +15,21 @@ from retrysafe.core.atomic.run import AtomicRunner, Transacting
 from retrysafe.core.cache import ReplayCache
 from retrysafe.core.call import Answer, Call
 from retrysafe.core.events import EventKind, trace_of
-from retrysafe.core.flights import Flight, Flights, Phase, Requested, is_same_request
+from retrysafe.core.flights import Flight, Flights, Phase, is_same_request
 from retrysafe.core.keys.key import Key
 from retrysafe.core.model import ClaimAnswer, ClaimRequest, Decision, Payload
 from retrysafe.core.nested_claims import NestedRunner
 from retrysafe.core.policy import InFlight
 from retrysafe.core.ports import Ports
-from retrysafe.core.replay import gone, in_flight, replayed_value, reused
+from retrysafe.core.refusals import Refusals
+from retrysafe.core.replay import gone, replayed_value
 from retrysafe.core.retries import Retries
 from retrysafe.core.run import Runner
 from retrysafe.core.settings import Settings
 from retrysafe.core.settle import Settler
 from retrysafe.errors import (
     ClaimLost,
-    KeyReused,
     OperationFailed,
-    OperationInFlight,
     StoreUnavailable,
 )
 
@@ -62,11 +61,10 @@ class Engine:
         self._monotonic = ports.clock.monotonic
         self._lock = ports.lock
         self._who = ports.executor.who
-        self._current = ports.executor.current
         self._mint_token = ports.mint_token
         self._report = ports.report
         self._owner = ports.owner
-        self._run_times = ports.run_times
+        self._refusals = Refusals(ports)
         self._cache = cache = ReplayCache() if settings.has_cache else None
         self._flights = flights = Flights(ports.lock)
         settler = Settler(ports)
@@ -169,7 +167,7 @@ class Engine:
         cached = self._cache.find(call.key.digest, self._monotonic())
         if cached is None:
             return None
-        self._check_same(call, cached, "process")
+        self._refusals.check_same(call, cached, "process")
         with self._lock:
             self._cache.move(call.key.digest)
         return self._replay(call, cached.payload, cached.attempt, "process", cached.trace)
@@ -278,7 +276,7 @@ class Engine:
                 return self._replay_stored(flight, call, answer, asked)
             elif decision is Decision.MISMATCH:
                 flight.first_operation = answer.operation
-                raise self._reused(call, answer.operation, "store")
+                raise self._refusals.reused(call, answer.operation, "store")
             elif decision is Decision.LOST:
                 raise ClaimLost(
                     f"somebody else went on with {call.key.text!r}, or stopped it: nothing was run",
@@ -290,9 +288,11 @@ class Engine:
                 flight.is_locked = answer.is_locked
                 now = self._monotonic()
                 if wait_until is None or now >= wait_until:
-                    raise self._in_flight(call, flight, "store", has_waited=wait_until is not None)
+                    raise self._refusals.in_flight(
+                        call, flight, "store", has_waited=wait_until is not None
+                    )
                 if call.waiters is not None and not call.waiters.enter(flight):
-                    raise self._in_flight(call, flight, "store")
+                    raise self._refusals.in_flight(call, flight, "store")
                 self._flights.enter(flight, Phase.AWAITING)
                 call.progress.begin_wait()
                 # The lease may end before the next poll is due; asking just after it is soonest.
@@ -357,13 +357,13 @@ class Engine:
         while True:
             phase = flight.phase
             if phase is not Phase.CLAIMING and phase is not Phase.LANDED:
-                self._check_same(call, flight, "process")
+                self._refusals.check_same(call, flight, "process")
                 if (
                     wait_until is None
-                    or self._is_inside(call)
+                    or self._refusals.is_inside(call)
                     or not (call.waiters is None or call.waiters.enter(waiter))
                 ):
-                    raise self._in_flight(call, flight, "process")
+                    raise self._refusals.in_flight(call, flight, "process")
             if phase is Phase.LANDED:
                 return self._disembark(flight, call, wait_until)
             if (
@@ -373,7 +373,7 @@ class Engine:
             ):
                 # A signal's handler that came in the middle of the claim: news come only from the
                 # caller that it keeps from going on.
-                raise self._in_flight(call, flight, "process")
+                raise self._refusals.in_flight(call, flight, "process")
             signal = self._clock.signal()
             if not self._flights.enlist(flight, phase, signal):
                 continue
@@ -386,7 +386,7 @@ class Engine:
                 if flight.lease is not None and flight.lease.is_given_up(now):
                     return None  # This caller may take over as any other may.
                 if flight.phase is phase and wait_until is not None and now >= wait_until:
-                    raise self._in_flight(call, flight, "process", has_waited=True)
+                    raise self._refusals.in_flight(call, flight, "process", has_waited=True)
 
     def _patience(self, wait_until: float | None) -> float:
         """How long a follower waits for news before it looks by itself."""
@@ -407,7 +407,7 @@ class Engine:
             if not is_same:
                 if call.nothing_happened is not None:
                     return None  # Whether it may be a corrected request, the store knows.
-                raise self._reused(call, flight.operation, "process")
+                raise self._refusals.reused(call, flight.operation, "process")
             if call.nest is not None:
                 call.nest.is_replay, call.nest.active_ms = True, flight.active_ms
             try:
@@ -418,12 +418,12 @@ class Engine:
         if not is_same:
             return None  # What the leader was told does not hold for another request.
         if flight.first_operation is not None:
-            raise self._reused(call, flight.first_operation, "process")
+            raise self._refusals.reused(call, flight.first_operation, "process")
         if flight.conflict_ends_monotonic is not None and wait_until is None:
-            raise self._in_flight(call, flight, "process")
+            raise self._refusals.in_flight(call, flight, "process")
         return None
 
-    # Replays and refusals.
+    # Replays.
 
     def _replay(
         self, call: Call, payload: Payload, attempt: int, source: str, trace: str
@@ -431,40 +431,3 @@ class Engine:
         call.progress.replays(trace)
         self._report(EventKind.REPLAYED, call, attempt, source=source)
         return Answer(replayed_value(call, payload), True, attempt)
-
-    def _check_same(self, call: Call, other: Requested, source: str) -> None:
-        if not is_same_request(call, other):
-            raise self._reused(call, other.operation, source)
-
-    def _reused(self, call: Call, operation: str, source: str) -> KeyReused:
-        self._report(EventKind.MISMATCHED, call, source=source)
-        error = reused(call, operation)
-        error.is_known_here = source == "process"
-        return error
-
-    def _is_inside(self, call: Call) -> bool:
-        """Whether the caller is the very operation that it would wait for."""
-        key = getattr(self._current(), "key", None)
-        return key is not None and key.digest == call.key.digest
-
-    def _in_flight(
-        self, call: Call, flight: Flight, source: str, *, has_waited: bool = False
-    ) -> OperationInFlight:
-        seconds, lease = flight.next_try(self._monotonic(), call.operation, self._run_times)
-        if self._is_inside(call):
-            lease = (
-                ": this call is inside of it. Give it a key of its own, such as "
-                "current_attempt().child_key('part')"
-            )
-        kind = EventKind.WAIT_TIMED_OUT if has_waited else EventKind.IN_FLIGHT
-        self._report(kind, call, source=source)
-        waited = f" after a wait of {call.policy.wait_seconds:g} s" if has_waited else ""
-        error = in_flight(
-            call,
-            f"the first run of {call.key.text!r} has not ended{waited}{lease}",
-            seconds,
-            is_locked=flight.is_atomic or flight.is_locked,
-        )
-        error.has_waited = has_waited
-        error.is_known_here = source == "process"
-        return error
